@@ -1,0 +1,1 @@
+"""Checks of a node, the kubelet's files, and the report."""

@@ -1,0 +1,1 @@
+"""Decisions. Pure: no files, clocks, sockets, logging or environment; time is always an argument."""

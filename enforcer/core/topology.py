@@ -1,0 +1,93 @@
+"""CPUTopology: which CPU sits on which core, socket, NUMA node and L3 (uncore) cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from enforcer.core.cpuset import CPUSet
+from enforcer.core.errors import TopologyError
+
+Row = Sequence[int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class CPUTopology:
+    """A machine's online CPUs by unit.
+
+    Each map goes from a unit's id to the bit mask of its CPUs, ids ascending. Unit sizes always come from these masks,
+    never from a division of totals: hybrid machines and offline CPUs make units of unequal size
+    (kubernetes#124066, #140495 are what a division does). `core` ids are unique over the machine.
+    """
+
+    cores: Mapping[int, int]
+    sockets: Mapping[int, int]
+    numa_nodes: Mapping[int, int]
+    uncores: Mapping[int, int]
+    cpus: CPUSet = field(default=CPUSet())
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Row]) -> CPUTopology:
+        """From rows (cpu, core, socket, numa, uncore); numa or uncore None = not known.
+
+        A machine without NUMA information is one node 0; an unknown uncore cache falls back to the socket, as in the
+        kubelet (cpumanager/topology getUncoreCacheID). Raises TopologyError for no rows, a CPU twice, or ids that are
+        not numbers.
+        """
+        units: tuple[dict[int, int], ...] = ({}, {}, {}, {})
+        seen = 0
+        for row in rows:
+            cpu, core, socket, numa, uncore = _checked(row)
+            bit = 1 << cpu
+            if seen & bit:
+                raise TopologyError(f"topology: CPU {cpu} is listed twice")
+            seen |= bit
+            for masks, unit in zip(units, (core, socket, numa, uncore), strict=True):
+                masks[unit] = masks.get(unit, 0) | bit
+        if not seen:
+            raise TopologyError("topology: no CPU is listed")
+        cores, sockets, nodes, uncores = (dict(sorted(masks.items())) for masks in units)
+        return cls(cores, sockets, nodes, uncores, CPUSet.from_mask(seen))
+
+    @cached_property
+    def core_of(self) -> Mapping[int, int]:
+        """cpu -> core id."""
+        return _owners(self.cores)
+
+    @cached_property
+    def socket_of(self) -> Mapping[int, int]:
+        """cpu -> socket id."""
+        return _owners(self.sockets)
+
+    @cached_property
+    def numa_of(self) -> Mapping[int, int]:
+        """cpu -> NUMA node id."""
+        return _owners(self.numa_nodes)
+
+    @cached_property
+    def uncore_of(self) -> Mapping[int, int]:
+        """cpu -> L3 (uncore) cache id."""
+        return _owners(self.uncores)
+
+    def siblings(self, cpu: int) -> CPUSet:
+        """All CPUs on the core of `cpu`, itself included; raises KeyError for a CPU that is not in the topology."""
+        return CPUSet.from_mask(self.cores[self.core_of[cpu]])
+
+    def rows(self) -> list[tuple[int, int, int, int, int]]:
+        """The rows (cpu, core, socket, numa, uncore) again, by CPU id."""
+        return [(c, self.core_of[c], self.socket_of[c], self.numa_of[c], self.uncore_of[c]) for c in self.cpus]
+
+
+def _owners(units: Mapping[int, int]) -> dict[int, int]:
+    return {cpu: unit for unit, mask in units.items() for cpu in CPUSet.from_mask(mask)}
+
+
+def _checked(row: Row) -> tuple[int, int, int, int, int]:
+    try:
+        cpu, core, socket, numa, uncore = row
+    except ValueError as error:
+        raise TopologyError(f"topology: a row needs cpu, core, socket, numa, uncore; found {row!r}") from error
+    if not (isinstance(cpu, int) and isinstance(core, int) and isinstance(socket, int) and cpu >= 0):
+        raise TopologyError(f"topology: cpu, core and socket must be numbers; found {row!r}")
+    return cpu, core, socket, 0 if numa is None else numa, socket if uncore is None else uncore

@@ -1,0 +1,1 @@
+"""Container runtimes: events and names in, pins out."""

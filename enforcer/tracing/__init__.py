@@ -1,0 +1,1 @@
+"""Loading the eBPF programs, filling their maps, reading their sums."""
