@@ -10,14 +10,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from errno import EACCES, EBUSY, EINVAL, ENODEV, ENOENT, ENOSPC, EOPNOTSUPP, EPERM, ERANGE, EROFS
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from enforcer.core.cpulimits import CPULimits
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.errors import CPUSetSyntaxError, EnforcerError
 from enforcer.kernel.cgroupmounts import Mount, carrier, layout, read_mounts
-
-if TYPE_CHECKING:
-    from enforcer.core.cpulimits import CPULimits
 
 _GONE: Final = frozenset((ENOENT, ENODEV))  # ENOENT at open; ENODEV at a write through a descriptor opened before
 _CHUNK: Final = 4096
@@ -417,15 +415,11 @@ _V2_LIMITS: Final = ("/cpu.max", "/cpu.weight")
 
 
 def _limits_v1(quota: str, period: str, shares: str) -> CPULimits:
-    from enforcer.core.cpulimits import CPULimits
-
     limit = int(quota)
     return CPULimits(limit if limit >= 0 else None, int(period), int(shares), None)
 
 
 def _limits_v2(maximum: str, weight: str) -> CPULimits:
-    from enforcer.core.cpulimits import CPULimits
-
     quota, period = maximum.split()
     return CPULimits(None if quota == "max" else int(quota), int(period), None, int(weight))
 

@@ -1,0 +1,1 @@
+"""On this machine's real cgroup hierarchies and kernel; as root."""
