@@ -29,12 +29,19 @@ class CPULimitsError(EnforcerError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CPULimits:
-    """The CPU limits of one cgroup. quota None is no limit; shares are v1's, weight is v2's, None where not known."""
+    """The CPU limits of one cgroup. quota None is no limit; shares are v1's, weight is v2's, None where not known.
+
+    Raises CPULimitsError for a period under 1.
+    """
 
     quota: int | None
     period: int = DEFAULT_PERIOD
     shares: int | None = None
     weight: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise CPULimitsError(f"CPU period: wanted at least 1 us, found {self.period}")
 
     @property
     def milli(self) -> int | None:
