@@ -1,0 +1,1 @@
+"""Tests that run in a guest, never on the host."""
