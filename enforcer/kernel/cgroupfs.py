@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from errno import EACCES, EBUSY, EINVAL, ENODEV, ENOENT, ENOSPC, EOPNOTSUPP, EPERM, ERANGE, EROFS
 from typing import Final
 
-from enforcer.core.cpulimits import CPULimits
+from enforcer.core.cpulimits import CPULimits, CPULimitsError, parse_v1, parse_v2
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.errors import CPUSetSyntaxError, EnforcerError
 from enforcer.kernel.cgroupmounts import Mount, carrier, layout, read_mounts
@@ -171,7 +171,7 @@ class CgroupFS:
         return _stripped(self._read(self.cpuset_root + path + self._effective_mems))
 
     def read_limits_texts(self, path: str) -> tuple[str, ...] | None:
-        """The CPU limits as the kernel writes them: (cpu.max, cpu.weight), on v1 (cfs_quota_us, cfs_period_us, shares).
+        """The CPU limits as the kernel writes them: (cpu.max, cpu.weight), on v1 (shares, cfs_quota_us, cfs_period_us).
 
         None also where the cpu controller is not enabled. v1: three reads, a change may be seen halfway.
         """
@@ -185,14 +185,14 @@ class CgroupFS:
         return tuple(texts)
 
     def read_limits(self, path: str) -> CPULimits | None:
-        """The CPU limits: quota and period in microseconds (quota None = no limit), shares on v1, weight on v2."""
+        """The CPU limits, in microseconds; raises CPULimitsError when the files say what no kernel says."""
         texts = self.read_limits_texts(path)
         if texts is None:
             return None
         try:
-            return _limits_v1(*texts) if self.cpu_version == 1 else _limits_v2(*texts)
-        except ValueError as error:
-            raise EnforcerError(f"{self.cpu_root + path}: {texts!r} are no CPU limits of the kernel's") from error
+            return parse_v1(*texts) if self.cpu_version == 1 else parse_v2(*texts)
+        except CPULimitsError as error:
+            raise CPULimitsError(f"{self.cpu_root + path}: {error.message}") from error
 
     def procs(self, path: str) -> list[int]:
         """The processes in this cgroup itself (0: outside our PID namespace); of a threaded cgroup its threads."""
@@ -410,18 +410,8 @@ _WHY_ANY: Final = {
     EROFS: "refused (EROFS), cgroups are mounted read-only here; mount them writable (ProtectControlGroups=no)",
 }
 
-_V1_LIMITS: Final = ("/cpu.cfs_quota_us", "/cpu.cfs_period_us", "/cpu.shares")
+_V1_LIMITS: Final = ("/cpu.shares", "/cpu.cfs_quota_us", "/cpu.cfs_period_us")
 _V2_LIMITS: Final = ("/cpu.max", "/cpu.weight")
-
-
-def _limits_v1(quota: str, period: str, shares: str) -> CPULimits:
-    limit = int(quota)
-    return CPULimits(limit if limit >= 0 else None, int(period), int(shares), None)
-
-
-def _limits_v2(maximum: str, weight: str) -> CPULimits:
-    quota, period = maximum.split()
-    return CPULimits(None if quota == "max" else int(quota), int(period), None, int(weight))
 
 
 def _parent(path: str) -> str:
