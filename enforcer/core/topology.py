@@ -12,6 +12,38 @@ from enforcer.core.errors import TopologyError
 Row = Sequence[int | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """A topology as nested lists of CPU masks, for walks that must be fast. Units stand in the order of their ids.
+
+    `numa_first` says which of NUMA nodes and sockets is the outer level: NUMA nodes where there are at least as many
+    sockets (kubelet cpumanager/cpu_assignment.go, newCPUAccumulator). A unit belongs to every unit it shares a CPU
+    with. `core_size` is the number of CPUs of each core, 0 when the cores differ (hybrid machines, offline CPUs).
+    """
+
+    numa_first: bool
+    cpus: int
+    outer: tuple[int, ...]
+    inner: tuple[int, ...]
+    uncores: tuple[int, ...]
+    cores: tuple[int, ...]
+    inner_of_outer: tuple[tuple[int, ...], ...]
+    cores_of_inner: tuple[tuple[int, ...], ...]
+    uncores_of_numa: tuple[tuple[int, ...], ...]
+    cores_of_uncore: tuple[tuple[int, ...], ...]
+    core_size: int
+
+    @property
+    def numa(self) -> tuple[int, ...]:
+        """The masks of the NUMA nodes."""
+        return self.outer if self.numa_first else self.inner
+
+    @property
+    def sockets(self) -> tuple[int, ...]:
+        """The masks of the sockets."""
+        return self.inner if self.numa_first else self.outer
+
+
 @dataclass(frozen=True, eq=False)
 class CPUTopology:
     """A machine's online CPUs by unit.
@@ -70,6 +102,28 @@ class CPUTopology:
         """cpu -> L3 (uncore) cache id."""
         return _owners(self.uncores)
 
+    @cached_property
+    def hierarchy(self) -> Hierarchy:
+        """The nested lists of masks."""
+        numa, sockets = tuple(self.numa_nodes.values()), tuple(self.sockets.values())
+        uncores, cores = tuple(self.uncores.values()), tuple(self.cores.values())
+        numa_first = len(sockets) >= len(numa)
+        outer, inner = (numa, sockets) if numa_first else (sockets, numa)
+        sizes = {mask.bit_count() for mask in cores}
+        return Hierarchy(
+            numa_first=numa_first,
+            cpus=self.cpus.mask,
+            outer=outer,
+            inner=inner,
+            uncores=uncores,
+            cores=cores,
+            inner_of_outer=_indexes(outer, inner),
+            cores_of_inner=_masks(inner, cores),
+            uncores_of_numa=_indexes(numa, uncores),
+            cores_of_uncore=_masks(uncores, cores),
+            core_size=sizes.pop() if len(sizes) == 1 else 0,
+        )
+
     def siblings(self, cpu: int) -> CPUSet:
         """All CPUs on the core of `cpu`, itself included; raises KeyError for a CPU that is not in the topology."""
         return CPUSet.from_mask(self.cores[self.core_of[cpu]])
@@ -81,6 +135,14 @@ class CPUTopology:
 
 def _owners(units: Mapping[int, int]) -> dict[int, int]:
     return {cpu: unit for unit, mask in units.items() for cpu in CPUSet.from_mask(mask)}
+
+
+def _indexes(parents: Sequence[int], children: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(i for i, child in enumerate(children) if child & parent) for parent in parents)
+
+
+def _masks(parents: Sequence[int], children: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(child for child in children if child & parent) for parent in parents)
 
 
 def _checked(row: Row) -> tuple[int, int, int, int, int]:
