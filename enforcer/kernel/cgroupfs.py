@@ -15,7 +15,8 @@ from typing import Final
 from enforcer.core.cpulimits import CPULimits, CPULimitsError, parse_v1, parse_v2
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.errors import CPUSetSyntaxError, EnforcerError
-from enforcer.kernel.cgroupmounts import Mount, carrier, layout, read_mounts
+from enforcer.kernel.cgroupmounts import Hierarchy, carrier, of_folder, of_mounts
+from enforcer.kernel.procfs import read_mountinfo
 
 _GONE: Final = frozenset((ENOENT, ENODEV))  # ENOENT at open; ENODEV at a write through a descriptor opened before
 _CHUNK: Final = 4096
@@ -102,12 +103,12 @@ class CgroupFS:
 
         Raises CannotWorkHereError when no cpuset or no cpu controller is to be had.
         """
-        return cls.from_mounts(read_mounts(proc_root) if cgroup_root is None else layout(cgroup_root))
+        return cls.of(of_mounts(read_mountinfo(proc_root)) if cgroup_root is None else of_folder(cgroup_root))
 
     @classmethod
-    def from_mounts(cls, mounts: Iterable[Mount]) -> CgroupFS:
-        """As `discover`, of the mounts given; those that are not cgroup mounts are passed over."""
-        seen = list(mounts)
+    def of(cls, hierarchies: Iterable[Hierarchy]) -> CgroupFS:
+        """As `discover`, from the hierarchies given."""
+        seen = list(hierarchies)
         cpuset = carrier("cpuset", seen)
         cpu = carrier("cpu", seen)
         return cls(cpuset.version, cpuset.point, cpu.version, cpu.point)

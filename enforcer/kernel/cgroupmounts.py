@@ -3,91 +3,85 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from enforcer.core.errors import CannotWorkHereError
+from enforcer.kernel.procfs import Mount
 
 
-class Mount(NamedTuple):
-    """One cgroup mount, as in proc(5) mountinfo: root inside the file system, mount point, type, super options."""
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """One mounted cgroup hierarchy; `whole` = its top is what is seen at the mount point, not a directory in it."""
 
-    root: str
     point: str
-    fstype: str
-    options: str
+    version: int
+    controllers: tuple[str, ...]
+    whole: bool = True
 
-    @property
-    def version(self) -> int:
-        """2 for the unified hierarchy, else 1."""
-        return 2 if self.fstype == "cgroup2" else 1
+    def __str__(self) -> str:
+        return f"v{self.version} at {self.point} ({' '.join(self.controllers)})"
 
 
-def carrier(controller: str, mounts: Iterable[Mount]) -> Mount:
-    """The mount that carries "cpuset" or "cpu"; raises CannotWorkHereError when none does.
+def of_mounts(mounts: Iterable[Mount]) -> list[Hierarchy]:
+    """The cgroup hierarchies among the mounts, in the same order."""
+    found = []
+    for mount in mounts:
+        if mount.fstype in ("cgroup", "cgroup2"):
+            version = 2 if mount.fstype == "cgroup2" else 1
+            controllers = unified_controllers(mount.mount_point) if version == 2 else mount.super_options
+            found.append(Hierarchy(mount.mount_point, version, controllers, mount.root == "/"))
+    return found
 
-    A whole hierarchy is better than a part of it, a short path better than a long one.
+
+def of_folder(folder: str) -> list[Hierarchy]:
+    """The hierarchies below a folder as they are usually laid out: unified itself, or "cpuset", "cpu,cpuacct", ...
+
+    Raises CannotWorkHereError when the folder cannot be read.
     """
-    seen = [mount for mount in mounts if mount.fstype in ("cgroup", "cgroup2")]
-    found = [mount for mount in seen if controller in _controllers(mount) and _usable(controller, mount)]
-    if found:
-        return min(found, key=lambda mount: (mount.root != "/", len(mount.point)))
-    shown = ", ".join(f"{mount.fstype} at {mount.point} ({' '.join(_controllers(mount))})" for mount in seen)
-    raise CannotWorkHereError(
-        f"no cgroup hierarchy here has the {controller} controller; mounted: {shown or 'no cgroup file system at all'}",
-        hint="the kernel needs CONFIG_CPUSETS, CONFIG_CGROUP_SCHED and no cgroup_disable= on its command line; without"
-        " CONFIG_CPUSETS_V1 it has cpuset in the unified hierarchy only (systemd.unified_cgroup_hierarchy=1)",
-    )
-
-
-def read_mounts(proc_root: str) -> list[Mount]:
-    """All mounts of our mount namespace; raises CannotWorkHereError when they cannot be read."""
-    filename = Path(proc_root, "self/mountinfo")
-    try:
-        lines = filename.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError as error:
-        raise CannotWorkHereError(f"cannot read {filename}: {error.strerror}", hint="is /proc mounted?") from error
-    return [mount for line in lines if (mount := _parse_mount(line)) is not None]
-
-
-def layout(folder: str) -> list[Mount]:
-    """The hierarchies below a folder as they are usually laid out: unified itself, or "cpuset", "cpu,cpuacct", ..."""
     if os.path.exists(folder + "/cgroup.controllers"):
-        return [Mount("/", folder, "cgroup2", "")]
+        return [Hierarchy(folder, 2, unified_controllers(folder))]
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError as error:
         raise CannotWorkHereError(f"cannot read the cgroup root {folder}: {error.strerror}") from error
-    unified = {name for name in names if os.path.exists(f"{folder}/{name}/cgroup.controllers")}
-    return [Mount("/", f"{folder}/{name}", "cgroup2" if name in unified else "cgroup", name) for name in names]
+    found = []
+    for name in names:
+        point = f"{folder}/{name}"
+        if os.path.exists(point + "/cgroup.controllers"):
+            found.append(Hierarchy(point, 2, unified_controllers(point)))
+        else:
+            found.append(Hierarchy(point, 1, tuple(name.split(","))))
+    return found
 
 
-def _controllers(mount: Mount) -> list[str]:
-    if mount.fstype == "cgroup":
-        return mount.options.split(",")
+def unified_controllers(point: str) -> tuple[str, ...]:
+    """What the unified hierarchy mounted there carries; on a hybrid node often nothing."""
     try:
-        return Path(mount.point, "cgroup.controllers").read_text(encoding="ascii").split()
+        with os.fdopen(os.open(point + "/cgroup.controllers", os.O_RDONLY | os.O_CLOEXEC), encoding="ascii") as file:
+            return tuple(file.read().split())
     except OSError:
-        return []
+        return ()
 
 
-def _usable(controller: str, mount: Mount) -> bool:
-    # hidden by a later mount, or a v1 mount with "noprefix", whose files are named otherwise
+def carrier(controller: str, hierarchies: Iterable[Hierarchy]) -> Hierarchy:
+    """The one that carries "cpuset" or "cpu"; raises CannotWorkHereError when none does.
+
+    A whole hierarchy is better than a part of it, a short mount point better than a long one.
+    """
+    seen = list(hierarchies)
+    found = [one for one in seen if controller in one.controllers and _usable(controller, one)]
+    if found:
+        return min(found, key=lambda one: (not one.whole, len(one.point)))
+    raise CannotWorkHereError(
+        f"no cgroup hierarchy here has the {controller} controller; found: {', '.join(map(str, seen)) or 'none'}",
+        hint="the kernel needs CONFIG_CPUSETS, CONFIG_CGROUP_SCHED and no cgroup_disable= on its command line; without"
+        " CONFIG_CPUSETS_V1 it has cpuset in the unified hierarchy only (systemd.unified_cgroup_hierarchy=1)",
+    )
+
+
+def _usable(controller: str, one: Hierarchy) -> bool:
+    # not when hidden by a later mount, nor a v1 mount with "noprefix", whose files are named otherwise
     v1 = {"cpuset": "cpuset.cpus", "cpu": "cpu.shares"}
-    return os.path.exists(f"{mount.point}/{v1[controller] if mount.version == 1 else 'cgroup.procs'}")
-
-
-def _parse_mount(line: str) -> Mount | None:
-    left, _, right = line.partition(" - ")
-    before, after = left.split(" "), right.split(" ")
-    if len(before) < 6 or len(after) < 3:
-        return None
-    return Mount(_unescape(before[3]), _unescape(before[4]), after[0], after[2])
-
-
-def _unescape(text: str) -> str:
-    """proc(5): blank, tab, newline and backslash stand as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    return os.path.exists(f"{one.point}/{v1[controller] if one.version == 1 else 'cgroup.procs'}")

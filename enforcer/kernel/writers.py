@@ -93,7 +93,7 @@ class WriterWatch:
         return new
 
     def who(self, path: str, since: float, file: str = "cpuset.cpus") -> str | None:
-        """Who wrote last to a file of this cgroup, at or after `since` (monotonic): "pid 123 (runc)"; None = not seen."""
+        """Who wrote last to this file, at or after `since` (monotonic seconds): "pid 123 (runc)"; None = not seen."""
         self._collect()
         inode = self._inode(path, file)
         for write in reversed(self._ring):
