@@ -185,7 +185,8 @@ def whole_cpus(limits: CPULimits) -> int | None:
     answer is always None: a fresh cgroup has the shares and the weight of one CPU.
 
     Known blur: with the systemd driver on cgroup v2 an amount less than 10m under a whole number (1995m) can end with
-    the very same figures as the whole one; only the runtime's or the kubelet's word tells them apart.
+    the very same figures as the whole one, and with a period of 1 ms, which the least quota equals, 976m as well; only
+    the runtime's or the kubelet's word tells them apart.
     """
     if limits.quota is None or limits.quota < limits.period or limits.quota % limits.period:
         return None
@@ -215,7 +216,8 @@ def agreement(limits: CPULimits) -> Agreement:
     if limits.quota is None:
         return Agreement(None, said, False, None)
     high = -(-limits.quota * 1000 // limits.period)
-    low = 0 if limits.quota <= MIN_QUOTA else max(high - 9, 0)
+    least_quota = max(MIN_QUOTA, systemd_quota(MIN_QUOTA, limits.period)[1])
+    low = 0 if limits.quota <= least_quota else max(high - 9, 0)
     return Agreement(high, said, _fits(limits, low, high), whole_cpus(limits))
 
 
