@@ -16,6 +16,7 @@ import pytest
 from enforcer.core.errors import CannotWorkHereError
 from enforcer.kernel.hotplug import LOST, HotplugEvent, HotplugMonitor
 
+TOP = Path(__file__).resolve().parents[2]
 CPU = max(os.sched_getaffinity(0))
 UEVENT = Path(f"/sys/devices/system/cpu/cpu{CPU}/uevent")
 CHANGE = HotplugEvent(CPU, "change")
@@ -119,4 +120,4 @@ def test_refused_netlink_says_what_still_works(error: Exception, monkeypatch: py
 
 def test_pyudev_is_not_loaded_before_it_is_used() -> None:
     code = "import sys, enforcer.kernel.hotplug; sys.exit('pyudev' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, cwd=TOP).returncode == 0
