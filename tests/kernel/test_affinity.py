@@ -141,7 +141,8 @@ def test_nice_is_for_the_calling_thread_only() -> None:
         after = threading.Thread(target=release.wait); after.start()
         child = subprocess.run([sys.executable, "-c", "import os; print(os.nice(0))"], capture_output=True, text=True)
         tell(policy=report.policy, problems=report.problems, own=nice(), child=int(child.stdout),
-             others=[nice(t.native_id) for t in (before, after)], same=resource.getrlimit(resource.RLIMIT_RTTIME) == had)
+             others=[nice(t.native_id) for t in (before, after)],
+             same=resource.getrlimit(resource.RLIMIT_RTTIME) == had)
         release.set()
     """)
     assert said == {"policy": "nice", "problems": [], "own": -19, "child": 0, "others": [0, 0], "same": True}
