@@ -318,5 +318,6 @@ def _whole_pod(containers: Iterable[int], init: Iterable[tuple[int, bool]]) -> i
     for milli, restartable in init:
         if restartable:
             sidecars += milli
-        peak = max(peak, sidecars if restartable else sidecars + milli)
+        else:
+            peak = max(peak, sidecars + milli)
     return max(peak, sidecars + sum(containers))

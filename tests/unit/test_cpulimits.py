@@ -110,6 +110,8 @@ def test_a_pod_asks_for_the_most_that_runs_at_one_time() -> None:
     assert pod_figures([app], [init, sidecar]).milli == 4000
     assert pod_figures([app], [sidecar, init]).milli == 4500
     assert pod_figures([app, app], [sidecar]).milli == 2500
+    assert pod_figures([ContainerCPU(100, 100)], [sidecar]).milli == 600
+    assert pod_figures([app], [ContainerCPU(100)]) == CPULimits(None, shares=1024)
     assert pod_figures([ContainerCPU(limit=3000)]) == CPULimits(300_000, shares=3072)
 
 
