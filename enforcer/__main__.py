@@ -1,0 +1,7 @@
+"""python -m enforcer."""
+
+import sys
+
+from enforcer.cli import main
+
+sys.exit(main())

@@ -1,0 +1,190 @@
+"""Agent: the loop. It joins the sources of events to the reconciler and knows nothing of either.
+
+One thread owns the model, the plan and every cgroup write. Two time scales: the hot path answers an event at once; a
+full pass is a generator that lets hot events in at least every millisecond.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+
+from enforcer.checkpoint import Checkpointer, Document
+from enforcer.observe import EVERYTHING, NOTHING, Dirty
+from enforcer.reconcile import Reconciler
+
+log = logging.getLogger(__name__)
+
+_SLICE = 0.001  # seconds of a full pass at a time
+_ROUNDS = 100  # of hot events in a row, before timers and full pass get a turn
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that wakes the loop: `take` is called when `fileno` is readable and says what has to be looked at."""
+
+    fileno: int
+    take: Callable[[], Dirty]
+
+
+@dataclass
+class Agent:
+    """`document` gives the state to be saved; `reload` is called on SIGHUP; `rescan` in seconds.
+
+    `check` is called after events and before plans that it may stop (a static kubelet that appears, say); it answers
+    whether everything has to be looked at again.
+    """
+
+    reconciler: Reconciler
+    clock: Callable[[], float]
+    sources: list[Source]
+    checkpointer: Checkpointer
+    document: Callable[[], Document]
+    rescan: float
+    reload: Callable[[], None] = lambda: None
+    notify: Callable[[str], None] = lambda text: None
+    stopping: bool = False
+    rescans: int = 0
+    _full: Iterator[None] | None = None
+    _wanted: bool = True
+    _plan_all: bool = False
+    _due_full: float = 0.0
+    _ready: bool = False
+    _reload_asked: bool = False
+    _takes: Mapping[int, Source] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Runs until SIGTERM or SIGINT; the pins stay."""
+        wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        selector = selectors.EpollSelector()
+        old = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number, handler in self._handlers().items():
+            signal.signal(number, handler)
+        try:
+            for source in (*self.sources, Source(wake, lambda: _emptied(wake))):
+                selector.register(source.fileno, selectors.EVENT_READ, source)
+            while not self.stopping:
+                self._round(selector)
+        finally:
+            signal.set_wakeup_fd(old)
+            selector.close()
+            os.close(wake)
+            os.close(wake_write)
+            self.save(force=True)
+
+    def want_full(self) -> None:
+        """Asks for a full pass."""
+        self._wanted = True
+
+    def save(self, *, force: bool = False) -> None:
+        """Writes the state file if it is due."""
+        line = self.checkpointer.flush(self.clock(), force=force)
+        if line:
+            log.warning("%s", line)
+
+    # one turn
+
+    def _round(self, selector: selectors.BaseSelector) -> None:
+        pods: frozenset[str] = frozenset()
+        timeout = self._timeout()
+        for _ in range(_ROUNDS):
+            ready = selector.select(timeout)
+            timeout = 0
+            if not ready:
+                break
+            dirty = self._take(key.data for key, _ in ready)
+            pods |= dirty.pods
+            if dirty.pods:
+                self._hot(dirty.pods)
+        self._timers()
+        self._advance()
+        self.save()
+
+    def _take(self, sources: Iterator[Source]) -> Dirty:
+        pods: frozenset[str] = frozenset()
+        for source in sources:
+            dirty = source.take()
+            self._wanted |= dirty.everything
+            pods |= dirty.pods
+        return Dirty(pods)
+
+    def _hot(self, pods: frozenset[str]) -> None:
+        self.reconciler.hot(pods)
+        self._offer()
+
+    def _offer(self) -> None:
+        self.checkpointer.offer(self.document, self.clock())
+
+    def _timers(self) -> None:
+        now = self.clock()
+        if self._reload_asked:
+            self._reload_asked = False
+            self.reload()
+            self._wanted = True
+        _, births = self.reconciler.observer.due_births()
+        for pod in births:
+            self.reconciler.observer.look(pod)
+        due = births | self.reconciler.due_pods()
+        if due:
+            self._hot(due)
+        if now >= self.reconciler.wake_at:
+            self.reconciler.wake_at = float("inf")
+            self._plan_all = True
+
+    def _advance(self) -> None:
+        """A slice of the full pass that is under way, or the start of one that is due."""
+        now = self.clock()
+        if self._full is None:
+            if self._wanted or now >= self._due_full:
+                self._wanted, self._plan_all = False, False
+                self._due_full = now + self.rescan
+                self.rescans += 1
+                self._full = self.reconciler.full()
+            elif self._plan_all:
+                self._plan_all = False
+                self._full = self.reconciler.settle()
+            else:
+                return
+        end = now + _SLICE
+        for _ in self._full:
+            if self.clock() >= end:
+                return
+        self._full = None
+        self._offer()
+        if not self._ready and not self._wanted:
+            self._ready = True
+            self.save(force=True)
+            self.notify("READY=1")
+
+    def _timeout(self) -> float:
+        if self._full is not None or self._wanted or self._plan_all:
+            return 0.0
+        births, _ = self.reconciler.observer.due_births()
+        saving = self.checkpointer.due
+        due = min(self._due_full, births, self.reconciler.next_due(), float("inf") if saving is None else saving)
+        return max(0.0, due - self.clock())
+
+    def _handlers(self) -> dict[signal.Signals, Callable[[int, FrameType | None], None]]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stopping = True
+
+        def reload(number: int, frame: FrameType | None) -> None:
+            self._reload_asked = True
+
+        return {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+
+
+def _emptied(fd: int) -> Dirty:
+    try:
+        os.read(fd, 4096)
+    except BlockingIOError:
+        return NOTHING
+    return NOTHING
+
+
+__all__ = ["EVERYTHING", "Agent", "Source"]

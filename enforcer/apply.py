@@ -1,0 +1,108 @@
+"""Does the writes of a plan, in its order, reading each back; in audit mode it only says what it would do.
+
+Where systemd owns a slice or scope it is told as well: a file write into a slice without tasks is lost at the first
+scope started in it, and any change of another property writes systemd's own value back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from errno import EBUSY
+from typing import Protocol
+
+from enforcer.core.cpuset import CPUSet
+from enforcer.core.kubepods import unit_name
+from enforcer.core.plan import Plan, Write
+from enforcer.kernel.cgroupfs import CgroupFS, EnableStep, WriteResult
+
+_TRIES = 3
+_PAUSE = 0.002  # seconds between tries; the loop waits no longer than _TRIES times this
+_RECENT = 4
+
+
+class Units(Protocol):
+    """Whoever tells systemd which CPUs a unit may use; `cpus` None takes the setting away."""
+
+    def set_allowed_cpus(self, unit: str, cpus: CPUSet | None) -> None:
+        """Queues the value; a newer one replaces one that was not sent yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one write; `result` None = audit mode, nothing was written."""
+
+    write: Write
+    result: WriteResult | None
+    tries: int = 1
+
+
+class Applier:
+    """The one writer of cgroups in this process."""
+
+    def __init__(
+        self, fs: CgroupFS, possible: CPUSet, sleep: Callable[[float], None], units: Units | None, *, dry: bool
+    ) -> None:
+        self._fs = fs
+        self._possible = possible
+        self._sleep = sleep
+        self.units = units
+        self.dry = dry
+        self._recent: dict[str, deque[CPUSet]] = {}
+
+    def wrote_lately(self, path: str, cpus: CPUSet) -> bool:
+        """Whether a set in the file is one of our own last few; systemd echoes older ones for a moment."""
+        return cpus in self._recent.get(path, ())
+
+    def forget(self, path: str) -> None:
+        """The cgroup has gone; one of the same name is a new one."""
+        self._recent.pop(path, None)
+
+    def remember(self, path: str, cpus: CPUSet) -> None:
+        """A set is ours, though written before this process started."""
+        self._recent.setdefault(path, deque(maxlen=_RECENT)).append(cpus)
+
+    def enable(self, plan: Plan) -> list[EnableStep]:
+        """Gives the cpuset controller to the children of the cgroups that the plan names (v2)."""
+        if self.dry:
+            return []
+        return [step for path in plan.enable for step in self._fs.enable_cpuset(f"{path.rstrip('/')}/x")]
+
+    def apply(self, plan: Plan) -> Iterator[Outcome]:
+        """Does the plan's writes, one for each step of the iterator."""
+        for write in plan.writes:
+            yield Outcome(write, None) if self.dry else self._one(write)
+
+    def _one(self, write: Write) -> Outcome:
+        growing = write.cpus is None or write.found < write.cpus
+        self.remember(write.path, write.cpus or self._possible)
+        if growing:
+            self._tell(write)
+        outcome = self._file(write)
+        if not growing:
+            self._tell(write)
+        return outcome
+
+    def _tell(self, write: Write) -> None:
+        unit = unit_name(write.path) if self.units is not None and self._fs.version == 2 else None
+        if unit is not None and self.units is not None:
+            self.units.set_allowed_cpus(unit, write.cpus)
+
+    def _file(self, write: Write) -> Outcome:
+        if write.cpus is None:
+            return Outcome(write, self._fs.clear_cpus(write.path, self._possible))
+        for tried in range(1, _TRIES + 1):
+            result = self._fs.write_cpus(write.path, write.cpus)
+            if result.errno != EBUSY or tried == _TRIES:
+                break
+            self._narrow_below(write.path, write.cpus)
+            self._sleep(_PAUSE)
+        return Outcome(write, result, tried)
+
+    def _narrow_below(self, path: str, cpus: CPUSet) -> None:
+        """v1 answers EBUSY while a cgroup inside, perhaps made a moment ago, has more: those shrink first."""
+        for below in self._fs.descendants(path):
+            has = self._fs.read_cpus(below)
+            if has and not has <= cpus:
+                self._fs.write_cpus(below, (has & cpus) or cpus)

@@ -1,0 +1,136 @@
+"""The command line. Exit codes: 0 good, 1 findings, 2 wrong usage or config, 3 cannot work here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from enforcer import __version__
+from enforcer.apply import Applier
+from enforcer.config import Config, Mode, load
+from enforcer.core.errors import CannotWorkHereError, ConfigError, EnforcerError
+from enforcer.core.unpin import plan_unpin
+from enforcer.kernel import procfs
+from enforcer.kernel.cgroupfs import CgroupFS, describe
+from enforcer.kernel.sysfs import read_topology
+from enforcer.observe import Observer
+from enforcer.service import Service, load_state, set_up_logging, state_path
+
+GOOD, FINDINGS, USAGE, CANNOT = range(4)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code. Every error of ours is told in words."""
+    arguments = _parser().parse_args(argv)
+    try:
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
+    except ConfigError as error:
+        return _told(error, USAGE)
+    except CannotWorkHereError as error:
+        return _told(error, CANNOT)
+    except EnforcerError as error:
+        return _told(error, CANNOT)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GOOD
+
+
+def _told(error: EnforcerError, code: int) -> int:
+    print(f"cpuset-enforcer: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  {error.hint}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cpuset-enforcer", description="Gives Guaranteed pods their own CPU cores and keeps all others off them."
+    )
+    parser.add_argument("--version", action="version", version=f"cpuset-enforcer {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = _command(commands, "run", "the agent", _run)
+    run.add_argument("--mode", choices=[mode.value for mode in Mode], help="audit (default) looks, enforce writes")
+    run.add_argument("--verbose", action="store_true", help="log every write")
+    status = _command(commands, "status", "who has which CPUs now", _status)
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument("--no-color", "--no-colour", action="store_true", dest="plain", help="also by NO_COLOR")
+    reset = _command(commands, "reset", "give back every set that this agent wrote", _reset)
+    reset.add_argument("--json", action="store_true", help="for programs")
+    demo = commands.add_parser("demo", help="shows it on this machine's real cgroups, without Kubernetes")
+    demo.add_argument("--json", action="store_true", help="the list of checks, for programs")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, help_text: str, function: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML (/etc/cpuset-enforcer/config.toml)")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    config = load(arguments.config)
+    mode = getattr(arguments, "mode", None)
+    return replace(config, mode=Mode(mode)) if mode else config
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    set_up_logging(arguments.verbose)
+    if os.geteuid() != 0 and config.mode is Mode.ENFORCE:
+        raise CannotWorkHereError("mode enforce writes cpusets and must run as root", hint="sudo, or --mode audit")
+    Service(config, lambda: _config(arguments)).run()
+    return GOOD
+
+
+def _observer(config: Config) -> Observer:
+    observer = Observer(CgroupFS.discover(), read_topology(), time.monotonic, procfs.comm, roots=config.roots)
+    for _ in observer.scan():
+        pass
+    return observer
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from enforcer.status import show
+
+    config = _config(arguments)
+    observer = _observer(config)
+    colour = sys.stdout.isatty() and not arguments.plain and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size().columns
+    print(show(observer, config, as_json=arguments.json, width=width, colour=colour))
+    return GOOD
+
+
+def _reset(arguments: argparse.Namespace) -> int:
+    config = _config(arguments)
+    observer = _observer(config)
+    state, problem = load_state(config, procfs.boot_id())
+    if problem:
+        print(f"cpuset-enforcer: {problem}", file=sys.stderr)
+    applier = Applier(CgroupFS.discover(), read_topology().possible, time.sleep, None, dry=False)
+    results = [o.result for o in applier.apply(plan_unpin(observer.view, state)) if o.result is not None]
+    state_path(config).unlink(missing_ok=True)
+    failed = [describe(result) for result in results if not (result.gone or result.errno is None)]
+    if arguments.json:
+        print(json.dumps({"given_back": len(results) - len(failed), "failed": failed}))
+    else:
+        print("\n".join([f"{len(results) - len(failed)} cgroups got their CPUs back", *failed]))
+    return FINDINGS if failed else GOOD
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from enforcer.demo import run_demo
+
+    return run_demo(arguments)

@@ -1,0 +1,233 @@
+"""Reconcile: observe, plan, apply. The body of the loop, in one thread; nothing in here waits for an event."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Generator, Iterator
+from dataclasses import dataclass, replace
+
+from enforcer.apply import Applier, Outcome
+from enforcer.core.decide import NEVER, Note
+from enforcer.core.kubepods import shown
+from enforcer.core.node import parent_of
+from enforcer.core.plan import Plan, plan, plan_steps
+from enforcer.core.policy import Policy
+from enforcer.core.state import State
+from enforcer.core.unpin import plan_unpin
+from enforcer.kernel.cgroupfs import describe
+from enforcer.observe import Observer
+
+log = logging.getLogger(__name__)
+
+_RESTARTS = 5  # of a full pass by hot events; then it is carried to its end
+_RETRY_FIRST = 0.05
+_RETRY_MOST = 5.0
+_WARN = frozenset({"unsatisfied", "drift", "conflict", "foreign", "not-adopted"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    due: float
+    delay: float
+    text: str
+
+
+class Reconciler:
+    """Holds the node as seen and the state as decided; every pass brings the two together.
+
+    `who(path)` names the last foreign writer of a cgroup's cpuset, as far as it is known; `save()` puts the state on
+    disk before it returns.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        applier: Applier,
+        policy: Policy,
+        clock: Callable[[], float],
+        *,
+        state: State | None = None,
+        who: Callable[[str], str | None] = lambda path: None,
+        save: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.observer = observer
+        self.applier = applier
+        self.policy = policy
+        self.state = state or State()
+        self.wake_at = NEVER
+        self.would_write: dict[str, str] = {}
+        self.would_writes = 0
+        self.writes = 0
+        self._clock = clock
+        self._who = who
+        self._save = save
+        self._fresh: dict[str, Outcome] = {}
+        self._retries: dict[str, _Retry] = {}
+        self._pass = 0
+        self._problems: dict[str, str] = {}
+
+    # passes
+
+    def hot(self, pods: Collection[str]) -> None:
+        """The hot path: only these pods (paths), and what must move for them."""
+        self._pass += 1
+        made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
+        if self._enable(made):
+            for path in pods:
+                self.observer.look(path)
+            made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
+        self._accept(made, full=False)
+        for outcome in self.applier.apply(made):
+            self._record(outcome)
+
+    def full(self) -> Iterator[None]:
+        """A full pass: looks at everything, then brings everything right; yields wherever a hot event may come in."""
+        yield from self.observer.scan()
+        self._tell_problems()
+        yield from self.settle()
+
+    def settle(self) -> Iterator[None]:
+        """Brings everything as it was last seen right. Starts afresh when a hot event came in between."""
+        for attempt in range(_RESTARTS + 1):
+            done = yield from self._settle(may_drop=attempt < _RESTARTS)
+            if done:
+                return
+
+    def _settle(self, *, may_drop: bool) -> Generator[None, None, bool]:
+        self._pass += 1
+        mine = self._pass
+        steps = plan_steps(self.observer.view, self._current(), self.policy, self._clock())
+        made: Plan | None = None
+        while made is None:
+            try:
+                next(steps)
+            except StopIteration as end:
+                made = end.value
+                break
+            if may_drop:
+                yield
+                if self._pass != mine:
+                    return False
+        if made is None or self._enable(made):
+            yield from self.observer.scan()
+            return False
+        self._accept(made, full=True)
+        if made.save_first and not self.applier.dry:
+            self._save()
+        for outcome in self.applier.apply(made):
+            self._record(outcome)
+            if may_drop:
+                yield
+                if self._pass != mine:
+                    return False
+        return True
+
+    def unpin(self) -> None:
+        """Gives back all that is ours and forgets it."""
+        self._pass += 1
+        for outcome in self.applier.apply(plan_unpin(self.observer.view, self._current())):
+            self._record(outcome)
+        self.state = State()
+        self._fresh.clear()
+        self._retries.clear()
+        self.wake_at = NEVER
+
+    # what is due without an event
+
+    def next_due(self) -> float:
+        """When something is due though nothing happens (monotonic seconds)."""
+        return min(self.wake_at, min((r.due for r in self._retries.values()), default=NEVER))
+
+    def due_pods(self) -> frozenset[str]:
+        """Pods whose failed writes are due for another try; each has been looked at again."""
+        now = self._clock()
+        pods = frozenset(parent_of(path) for path, retry in self._retries.items() if retry.due <= now)
+        for path in [p for p, retry in self._retries.items() if retry.due <= now]:
+            self._retries[path] = replace(self._retries[path], due=NEVER)
+        for path in pods:
+            self.observer.look(path)
+        return pods
+
+    def retrying(self) -> int:
+        """How many cgroups have a write that the kernel refused or that did not take effect."""
+        return len(self._retries)
+
+    # helpers
+
+    def _current(self) -> State:
+        """The state with what was written since the last plan."""
+        if self._fresh:
+            written = dict(self.state.written)
+            for path, outcome in self._fresh.items():
+                if outcome.write.cpus is None:
+                    written.pop(path, None)
+                else:
+                    written[path] = outcome.write.cpus
+            self._fresh.clear()
+            self.state = replace(self.state, written=written)
+        return self.state
+
+    def current_state(self) -> State:
+        """The state as it is to be saved."""
+        return self._current()
+
+    def _accept(self, made: Plan, *, full: bool) -> None:
+        self.state = made.state
+        self.wake_at = made.wake_at if full else min(self.wake_at, made.wake_at)
+        for note in made.notes:
+            self._tell(note)
+        if self.applier.dry and full:
+            wanted = {w.path for w in made.writes}
+            for path in self.would_write.keys() - wanted:
+                del self.would_write[path]
+
+    def _enable(self, made: Plan) -> bool:
+        """True when cpuset was switched on somewhere: what is below has to be looked at again."""
+        steps = self.applier.enable(made) if made.enable else []
+        for step in steps:
+            self._say_once(f"subtree_control:{step.path}", describe(step), warn=not step.ok)
+        return any(step.ok for step in steps)
+
+    def _record(self, outcome: Outcome) -> None:
+        write, result = outcome.write, outcome.result
+        if result is None:
+            text = f"{write.found or 'none'} -> {write.cpus or 'inherit'} ({write.why})"
+            if self.would_write.get(write.path) != text:
+                self.would_write[write.path] = text
+                self.would_writes += 1
+                log.info("would write %s: %s", shown(write.path), text)
+            return
+        self.writes += 1
+        if result.gone:
+            self._retries.pop(write.path, None)
+        elif result.errno is None and (write.cpus is None or result.found == write.cpus):
+            self._fresh[write.path] = outcome
+            self._retries.pop(write.path, None)
+            self.observer.wrote(write.path, result.found, result.effective)
+            log.debug("wrote %s: %s -> %s (%s)", shown(write.path), write.found, write.cpus, write.why)
+        else:
+            self._failed(write.path, describe(result))
+
+    def _failed(self, path: str, text: str) -> None:
+        before = self._retries.get(path)
+        delay = min(_RETRY_MOST, before.delay * 2) if before else _RETRY_FIRST
+        self._retries[path] = _Retry(self._clock() + delay, delay, text)
+        if before is None or before.text != text:
+            log.warning("%s; tried again in %.2f s", text, delay)
+
+    def _tell(self, note: Note) -> None:
+        text = note.text
+        if note.kind in ("drift", "conflict"):
+            text = f"{text} (written by {self._who(note.path) or 'a writer that cannot be named'})"
+        level = logging.WARNING if note.kind in _WARN else logging.INFO
+        prefix = "audit: would be " if self.applier.dry and level == logging.INFO else ""
+        log.log(level, "%s%s %s: %s", prefix, note.kind, shown(note.path), text)
+
+    def _tell_problems(self) -> None:
+        for path, text in self.observer.problems.items():
+            self._say_once(path, text, warn=True)
+
+    def _say_once(self, key: str, text: str, *, warn: bool) -> None:
+        if self._problems.get(key) != text and len(self._problems) < 1000:
+            self._problems[key] = text
+            log.log(logging.WARNING if warn else logging.INFO, "%s", text)
