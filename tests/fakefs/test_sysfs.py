@@ -172,7 +172,7 @@ def test_cpus_of_no_node_are_noted(tmp_path: Path) -> None:
     assert "no node lists CPUs 0,2: taken as node 0" in "".join(machine.notes)
 
 
-@pytest.mark.parametrize("package", ["-1", None])
+@pytest.mark.parametrize("package", ["-1", "-7", None])
 def test_unknown_socket_is_one_socket_and_noted(package: str | None, tmp_path: Path) -> None:
     machine = read_topology(tree(tmp_path, {f"{CPU}/cpu{n}/topology/physical_package_id": package for n in range(4)}))
     assert machine.topology.sockets == {-1: 0b1111}
@@ -184,6 +184,16 @@ def test_cpu_without_topology_is_its_own_core(tmp_path: Path) -> None:
     machine = read_topology(tree(tmp_path, changes))
     assert list(machine.topology.cores) == [0, 1, 2, 3]
     assert "CPUs 0-3" in "".join(machine.notes)
+
+
+def test_lists_that_name_offline_cpus(tmp_path: Path) -> None:
+    """Some kernels leave them in: s390 in its nodes, hypervisors in the lists of threads and caches."""
+    changes: dict[str, str | None] = {"devices/system/node/node0/cpulist": "0-7"}
+    for cpu in range(4):
+        changes[f"{CPU}/cpu{cpu}/topology/core_cpus_list"] = f"{cpu % 2},{cpu % 2 + 2},{cpu % 2 + 4}"
+    machine = read_topology(tree(tmp_path, changes | caches(3, id="0", shared_cpu_list="0-7")))
+    assert machine.topology.rows() == CPUTopology.from_rows(TWO_CORES).rows()
+    assert machine.notes == ()
 
 
 def caches(n: int, **files: str) -> dict[str, str | None]:
