@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from enforcer.apply import Applier, Outcome
 from enforcer.core.decide import NEVER, Note
-from enforcer.core.kubepods import shown
+from enforcer.core.kubepods import parse_path, shown
 from enforcer.core.node import parent_of
 from enforcer.core.plan import Plan, plan, plan_steps
 from enforcer.core.policy import Policy
@@ -195,7 +195,7 @@ class Reconciler:
             if self.would_write.get(write.path) != text:
                 self.would_write[write.path] = text
                 self.would_writes += 1
-                log.info("would write %s: %s", shown(write.path), text)
+                log.info("would write %s: %s", label(write.path), text)
             return
         self.writes += 1
         if result.gone:
@@ -204,7 +204,7 @@ class Reconciler:
             self._fresh[write.path] = outcome
             self._retries.pop(write.path, None)
             self.observer.wrote(write.path, result.found, result.effective)
-            log.debug("wrote %s: %s -> %s (%s)", shown(write.path), write.found, write.cpus, write.why)
+            log.debug("wrote %s: %s -> %s (%s)", label(write.path), write.found, write.cpus, write.why)
         else:
             self._failed(write.path, describe(result))
 
@@ -221,7 +221,7 @@ class Reconciler:
             text = f"{text} (written by {self._who(note.path) or 'a writer that cannot be named'})"
         level = logging.WARNING if note.kind in _WARN else logging.INFO
         prefix = "audit: would be " if self.applier.dry and level == logging.INFO else ""
-        log.log(level, "%s%s %s: %s", prefix, note.kind, shown(note.path), text)
+        log.log(level, "%s%s %s: %s", prefix, note.kind, label(note.path), text)
 
     def _tell_problems(self) -> None:
         for path, text in self.observer.problems.items():
@@ -231,3 +231,12 @@ class Reconciler:
         if self._problems.get(key) != text and len(self._problems) < 1000:
             self._problems[key] = text
             log.log(logging.WARNING if warn else logging.INFO, "%s", text)
+
+
+def label(path: str) -> str:
+    """A cgroup for a log line: the pod's UID and the first 12 digits of a container's id, else the path."""
+    pod = parse_path(path)
+    if pod.pod_uid is None:
+        return shown(path)
+    container = f" container {pod.container_id[:12]}" if pod.container_id else ""
+    return f"pod {shown(pod.pod_uid)}{container}"

@@ -45,6 +45,7 @@ class Draft:
         self.drift: dict[str, Drift] = dict(state.drift)
         self.before = dict(state.before)
         self.notes: list[Note] = []
+        self.touched: set[str] = set()  # pods whose owners changed, in scope or not
         self.wake_at = NEVER
         self.allowed = view.allowed
 
@@ -243,6 +244,7 @@ def _owner_asks_for_none(draft: Draft, container: ContainerView, mine: Assignmen
         draft.look_again(due)
         return
     del draft.assignments[mine.path]
+    draft.touched.add(mine.pod)
     draft.unsatisfied.pop(mine.path, None)
     draft.note("released", mine.path, f"asks for no whole CPUs any more ({_why(container)}), CPUs {mine.cpus} are free")
 
@@ -252,6 +254,7 @@ def _allocate(draft: Draft, pod: PodView, path: str, count: int, why: str) -> No
     got = _take(draft, pod.group.path, path, count, near=hold.cpus if hold else EMPTY)
     if got is None:
         return
+    draft.touched.add(pod.group.path)
     _use_holds(draft, pod, got, hold)
     draft.unsatisfied.pop(path, None)
     draft.assignments[path] = Assignment(path, pod.group.path, got, count, draft.now, why)
@@ -298,6 +301,7 @@ def _refuse(draft: Draft, pod: str, path: str, asked: int, has: int, free: int, 
 
 def _resize(draft: Draft, mine: Assignment, asked: int, why: str) -> None:
     """Growth keeps the old CPUs and adds near them, shrink keeps a subset; a CPU that has gone is replaced."""
+    draft.touched.add(mine.pod)
     keep = mine.cpus & draft.allowed
     got = _take(draft, mine.pod, mine.path, asked, keep=keep)
     if got is None:

@@ -71,7 +71,7 @@ def plan_steps(
         _forget(draft)
     writes: list[_Ordered] = []
     enable: set[str] = set()
-    for target in targets(draft, scope):
+    for target in targets(draft, None if scope is None else draft.touched.union(scope)):
         if target is None:
             yield
         elif target.group.cpus is None:
