@@ -15,7 +15,9 @@ LEVELS = (
     {"core"},
     {"kernel", "runtimes", "tracing", "config"},
     {"observe", "names", "apply", "audit", "checkpoint", "metrics"},
+    {"reconcile"},
     {"agent"},
+    {"service"},
     {"cli", "demo", "mimic", "status", "__main__"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
