@@ -39,8 +39,8 @@ class FakeAgent:
     """What `cpuset-enforcer run` is made of, turned by hand: `pump()` handles what has happened."""
 
     def __init__(
-        self, fake: FakeCgroup, *, reserved: str = "0", state: State | None = None, dry: bool = False, now: float = 1000.0,
-        **policy: object,
+        self, fake: FakeCgroup, *, reserved: str = "0", state: State | None = None, dry: bool = False,
+        now: float = 1000.0, **policy: object,
     ) -> None:
         self.fake = fake
         self.now = now

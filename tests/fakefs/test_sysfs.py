@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sysfs_trees
+from tests.fakefs import sysfs_trees
 
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import TopologyError

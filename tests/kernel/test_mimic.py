@@ -19,7 +19,7 @@ from enforcer.core.kubepods import Kind, QoSClass, parse_path
 from enforcer.kernel import procfs
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.mimic import MimicNode, Step
-from kernel.conftest import wait_until
+from tests.kernel.conftest import wait_until
 
 pytestmark = pytest.mark.root
 
