@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from enforcer.core.errors import CannotWorkHereError
 from enforcer.kernel.procfs import Mount
@@ -59,8 +60,7 @@ def of_folder(folder: str) -> list[Hierarchy]:
 def unified_controllers(point: str) -> tuple[str, ...]:
     """What the unified hierarchy mounted there carries; on a hybrid node often nothing."""
     try:
-        with os.fdopen(os.open(point + "/cgroup.controllers", os.O_RDONLY | os.O_CLOEXEC), encoding="ascii") as file:
-            return tuple(file.read().split())
+        return tuple(Path(point, "cgroup.controllers").read_text(encoding="ascii").split())
     except OSError:
         return ()
 

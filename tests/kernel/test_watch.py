@@ -19,7 +19,7 @@ import pytest
 from enforcer.core.errors import EnforcerError
 from enforcer.kernel import watch
 from enforcer.kernel.watch import Event, Kind, Watcher
-from kernel.conftest import TmpCgroup
+from tests.kernel.conftest import TmpCgroup
 
 pytestmark = pytest.mark.root
 

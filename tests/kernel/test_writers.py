@@ -15,7 +15,7 @@ import pytest
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import CannotWorkHereError
 from enforcer.kernel.writers import WriterWatch
-from kernel.conftest import TmpCgroup
+from tests.kernel.conftest import TmpCgroup
 
 pytestmark = pytest.mark.root
 
