@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakefs import sysfs_trees
 
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import TopologyError
 from enforcer.core.topology import CPUTopology
 from enforcer.kernel.sysfs import Machine, read_topology
+from tests.fakefs import sysfs_trees
 
 TOP = Path(__file__).resolve().parents[2]
 MACHINES: list[dict[str, Any]] = json.loads((TOP / "tests/data/topologies.json").read_text())["machines"]
