@@ -15,10 +15,11 @@ from typing import Final, NamedTuple
 from enforcer.core.packing import numa_order, packed
 from enforcer.core.topology import Hierarchy
 
-# More sets of nodes than this for one size are not looked at: 2^34 sets hang a kubelet (siderolabs/talos#9121). The
-# machines of the kubelet's own bound, 8 nodes, have at most 70 sets of a size and 256 ways to place the remainder.
-_MAX_SETS: Final = 20_000
-_MAX_WAYS: Final = 20_000
+# 2^34 sets of nodes hang a kubelet (siderolabs/talos#9121). Where one size has more sets than this, only those of the
+# emptiest nodes are compared, and after so many ways to place the remainder the best one so far stands. 8 nodes, the
+# kubelet's own bound, have at most 70 sets of a size with 256 ways each: up to there the search is complete.
+_MAX_SETS: Final = 5_000
+_MAX_WAYS: Final = 18_000
 _INFINITE: Final = 1 << 62
 
 
@@ -101,7 +102,8 @@ class _Search:
         if sockets:
             within = chain.from_iterable(self._sets(nodes, k) for nodes in sockets)
             everywhere = self._sets(range(len(self.counts)), k)
-            return self._best(within, k, each, -1) or self._best(everywhere, k, each, -1)
+            bound = self._bound(range(len(self.counts)), k, 0)
+            return self._best(within, k, each, bound) or self._best(everywhere, k, each, bound)
         pool = [position for position, count in enumerate(self.counts) if count >= each]
         if len(pool) < k:
             return None
@@ -115,14 +117,14 @@ class _Search:
         return combinations(sorted(emptiest), k)
 
     def _bound(self, pool: Sequence[int], k: int, each: int) -> int:
-        """A sum of squares that no set of k nodes can get below: that of the k emptiest, filled from the top."""
+        """A sum of squares that no set of k nodes gets below: the k emptiest give `each`, the emptiest the rest."""
         left = sorted(self.counts[position] for position in pool)[-k:]
         taken = [count - each for count in left]
         base = self.squares + sum(after * after - before * before for before, after in zip(left, taken, strict=True))
         return base - self._most_gain(taken, (self.need - k * each) // self.group)
 
     def _best(self, sets: Iterator[tuple[int, ...]], k: int, each: int, bound: int) -> _Choice | None:
-        """`each` is cut to what the set's fullest node can give where the caller did not (bound -1)."""
+        """Every node gives `each` or, if one of the set has less, as much as that one can."""
         best: _Choice | None = None
         least, score = _INFINITE, _INFINITE
         for nodes in sets:
@@ -177,10 +179,13 @@ class _Search:
     def _most_gain(self, left: list[int], groups: int) -> int:
         """The same when each group comes from the node that is the emptiest by then."""
         gain = 0
-        for _ in range(groups):
-            i = left.index(max(left))
-            gain += self.group * (2 * left[i] - self.group)
-            left[i] -= self.group
+        while groups:
+            top = max(left)
+            for i, count in enumerate(left):
+                if groups and count == top:
+                    gain += self.group * (2 * top - self.group)
+                    left[i] -= self.group
+                    groups -= 1
         return gain
 
     def _groups(self, free: Sequence[int]) -> int:

@@ -20,6 +20,8 @@ def packed(machine: Hierarchy, free: int, need: int, *, spread: bool = False, un
 
     Whole outer units, whole inner units, L3 caches (only with `uncore`), whole cores (not with `spread`), single CPUs.
     """
+    if need == free.bit_count():
+        return free
     taken = _whole_outer(machine, free, need)
     left = need - taken.bit_count()
     if left:
@@ -89,11 +91,12 @@ def _nested(
     order: list[int], parents: Sequence[int], nested: Sequence[tuple[int, ...]], units: Sequence[int], free: int
 ) -> list[int]:
     """Walks the parents in their order and sorts the units in each; a unit seen twice counts at its first place."""
-    counts = [(unit & free).bit_count() for unit in units]
     found: dict[int, None] = {}
     for i in order:
         here = parents[i] & free
-        found.update(dict.fromkeys(sorted([j for j in nested[i] if units[j] & here], key=counts.__getitem__)))
+        inside = [((units[j] & free).bit_count(), j) for j in nested[i] if units[j] & here]
+        inside.sort()
+        found.update((j, None) for _, j in inside)
     return list(found)
 
 

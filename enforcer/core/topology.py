@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from enforcer.core.cpuset import CPUSet
+from enforcer.core.cpuset import MAX_CPU, CPUSet
 from enforcer.core.errors import TopologyError
 
 Row = Sequence[int | None]
@@ -64,8 +64,8 @@ class CPUTopology:
         """From rows (cpu, core, socket, numa, uncore); numa or uncore None = not known.
 
         A machine without NUMA information is one node 0; an unknown uncore cache falls back to the socket, as in the
-        kubelet (cpumanager/topology getUncoreCacheID). Raises TopologyError for no rows, a CPU twice, or ids that are
-        not numbers.
+        kubelet (cpumanager/topology getUncoreCacheID). Raises TopologyError for no rows, a CPU twice, ids that are
+        not numbers, or a CPU above MAX_CPU.
         """
         units: tuple[dict[int, int], ...] = ({}, {}, {}, {})
         seen = 0
@@ -150,6 +150,10 @@ def _checked(row: Row) -> tuple[int, int, int, int, int]:
         cpu, core, socket, numa, uncore = row
     except ValueError as error:
         raise TopologyError(f"topology: a row needs cpu, core, socket, numa, uncore; found {row!r}") from error
-    if not (isinstance(cpu, int) and isinstance(core, int) and isinstance(socket, int) and cpu >= 0):
+    if not (isinstance(cpu, int) and isinstance(core, int) and isinstance(socket, int)):
         raise TopologyError(f"topology: cpu, core and socket must be numbers; found {row!r}")
+    if not isinstance(numa, int | None) or not isinstance(uncore, int | None):
+        raise TopologyError(f"topology: numa and uncore must be numbers or None; found {row!r}")
+    if not 0 <= cpu <= MAX_CPU:
+        raise TopologyError(f"topology: CPU {cpu} is not within 0-{MAX_CPU}; found {row!r}")
     return cpu, core, socket, 0 if numa is None else numa, socket if uncore is None else uncore
