@@ -424,8 +424,10 @@ def _runc_v2(
 
 
 def _parse(text: str, most: CPUSet, name: str) -> CPUSet:
+    # bitmap_parselist() takes any number of commas and white space between two pieces
+    pieces = text.replace(",", " ").split()
     try:
-        wanted = CPUSet.parse(text)
+        wanted = CPUSet.parse(",".join(pieces))
     except (CPUSetSyntaxError, ValueError) as error:
         raise _error(errno.EINVAL) from error
     if not wanted <= most:
