@@ -10,17 +10,19 @@ import logging
 import os
 import selectors
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Protocol
 
 from enforcer.checkpoint import Checkpointer, Document
-from enforcer.observe import EVERYTHING, NOTHING, Dirty
+from enforcer.observe import NOTHING, Dirty
 from enforcer.reconcile import Reconciler
 
 log = logging.getLogger(__name__)
 
 _SLICE = 0.001  # seconds of a full pass at a time
+_NEVER = float("inf")
 _ROUNDS = 100  # of hot events in a row, before timers and full pass get a turn
 
 
@@ -32,12 +34,21 @@ class Source:
     take: Callable[[], Dirty]
 
 
+class Ticker(Protocol):
+    """Something that has to be done at a time of its own."""
+
+    def due(self) -> float:
+        """When, in seconds of the loop's clock."""
+
+    def tick(self) -> None:
+        """Does it, if it is due."""
+
+
 @dataclass
 class Agent:
     """`document` gives the state to be saved; `reload` is called on SIGHUP; `rescan` in seconds.
 
-    `check` is called after events and before plans that it may stop (a static kubelet that appears, say); it answers
-    whether everything has to be looked at again.
+    `check` is called after every pass: it may leave enforce.
     """
 
     reconciler: Reconciler
@@ -47,6 +58,8 @@ class Agent:
     document: Callable[[], Document]
     rescan: float
     reload: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None
+    tickers: list[Ticker] = field(default_factory=list)
     notify: Callable[[str], None] = lambda text: None
     stopping: bool = False
     rescans: int = 0
@@ -56,7 +69,6 @@ class Agent:
     _due_full: float = 0.0
     _ready: bool = False
     _reload_asked: bool = False
-    _takes: Mapping[int, Source] = field(default_factory=dict)
 
     def run(self) -> None:
         """Runs until SIGTERM or SIGINT; the pins stay."""
@@ -116,12 +128,15 @@ class Agent:
     def _hot(self, pods: frozenset[str]) -> None:
         self.reconciler.hot(pods)
         self._offer()
+        self.check()
 
     def _offer(self) -> None:
         self.checkpointer.offer(self.document, self.clock())
 
     def _timers(self) -> None:
         now = self.clock()
+        for ticker in self.tickers:
+            ticker.tick()
         if self._reload_asked:
             self._reload_asked = False
             self.reload()
@@ -133,7 +148,7 @@ class Agent:
         if due:
             self._hot(due)
         if now >= self.reconciler.wake_at:
-            self.reconciler.wake_at = float("inf")
+            self.reconciler.wake_at = _NEVER
             self._plan_all = True
 
     def _advance(self) -> None:
@@ -156,6 +171,7 @@ class Agent:
                 return
         self._full = None
         self._offer()
+        self.check()
         if not self._ready and not self._wanted:
             self._ready = True
             self.save(force=True)
@@ -166,7 +182,8 @@ class Agent:
             return 0.0
         births, _ = self.reconciler.observer.due_births()
         saving = self.checkpointer.due
-        due = min(self._due_full, births, self.reconciler.next_due(), float("inf") if saving is None else saving)
+        ticks = min((ticker.due() for ticker in self.tickers), default=_NEVER)
+        due = min(self._due_full, births, self.reconciler.next_due(), ticks, _NEVER if saving is None else saving)
         return max(0.0, due - self.clock())
 
     def _handlers(self) -> dict[signal.Signals, Callable[[int, FrameType | None], None]]:
@@ -185,6 +202,3 @@ def _emptied(fd: int) -> Dirty:
     except BlockingIOError:
         return NOTHING
     return NOTHING
-
-
-__all__ = ["EVERYTHING", "Agent", "Source"]

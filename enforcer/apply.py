@@ -13,7 +13,6 @@ from errno import EBUSY
 from typing import Protocol
 
 from enforcer.core.cpuset import CPUSet
-from enforcer.core.kubepods import unit_name
 from enforcer.core.plan import Plan, Write
 from enforcer.kernel.cgroupfs import CgroupFS, EnableStep, WriteResult
 
@@ -23,9 +22,9 @@ _RECENT = 4
 
 
 class Units(Protocol):
-    """Whoever tells systemd which CPUs a unit may use; `cpus` None takes the setting away."""
+    """Whoever tells systemd which CPUs a cgroup's unit may use; `cpus` None takes the setting away."""
 
-    def set_allowed_cpus(self, unit: str, cpus: CPUSet | None) -> None:
+    def tell(self, path: str, cpus: CPUSet | None) -> None:
         """Queues the value; a newer one replaces one that was not sent yet."""
 
 
@@ -85,9 +84,8 @@ class Applier:
         return outcome
 
     def _tell(self, write: Write) -> None:
-        unit = unit_name(write.path) if self.units is not None and self._fs.version == 2 else None
-        if unit is not None and self.units is not None:
-            self.units.set_allowed_cpus(unit, write.cpus)
+        if self.units is not None:
+            self.units.tell(write.path, write.cpus)
 
     def _file(self, write: Write) -> Outcome:
         if write.cpus is None:

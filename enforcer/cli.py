@@ -18,11 +18,13 @@ from enforcer.apply import Applier
 from enforcer.config import Config, Mode, load
 from enforcer.core.errors import CannotWorkHereError, ConfigError, EnforcerError
 from enforcer.core.unpin import plan_unpin
+from enforcer.journal import set_up_logging
 from enforcer.kernel import procfs
 from enforcer.kernel.cgroupfs import CgroupFS, describe
 from enforcer.kernel.sysfs import read_topology
+from enforcer.lock import take_lock
 from enforcer.observe import Observer
-from enforcer.service import Service, load_state, set_up_logging, state_path
+from enforcer.service import STATE_FILE, Service, load_state
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
 
@@ -91,7 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
     set_up_logging(arguments.verbose)
     if os.geteuid() != 0 and config.mode is Mode.ENFORCE:
         raise CannotWorkHereError("mode enforce writes cpusets and must run as root", hint="sudo, or --mode audit")
-    Service(config, lambda: _config(arguments)).run()
+    with take_lock(config.state_dir):
+        Service(config, lambda: _config(arguments)).run()
     return GOOD
 
 
@@ -115,19 +118,26 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _reset(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
+    with take_lock(config.state_dir):
+        failed, given_back = _give_back(config)
+    if arguments.json:
+        print(json.dumps({"given_back": given_back, "failed": failed}))
+    else:
+        print("\n".join([f"{given_back} cgroups got their CPUs back", *failed]))
+    return FINDINGS if failed else GOOD
+
+
+def _give_back(config: Config) -> tuple[list[str], int]:
+    """What could not be given back, in words, and how many sets were."""
+    fs, machine = CgroupFS.discover(), read_topology()
     observer = _observer(config)
     state, problem = load_state(config, procfs.boot_id())
-    if problem:
-        print(f"cpuset-enforcer: {problem}", file=sys.stderr)
-    applier = Applier(CgroupFS.discover(), read_topology().possible, time.sleep, None, dry=False)
+    applier = Applier(fs, machine.possible, time.sleep, None, dry=False)
     results = [o.result for o in applier.apply(plan_unpin(observer.view, state)) if o.result is not None]
-    state_path(config).unlink(missing_ok=True)
     failed = [describe(result) for result in results if not (result.gone or result.errno is None)]
-    if arguments.json:
-        print(json.dumps({"given_back": len(results) - len(failed), "failed": failed}))
-    else:
-        print("\n".join([f"{len(results) - len(failed)} cgroups got their CPUs back", *failed]))
-    return FINDINGS if failed else GOOD
+    if not failed:
+        (config.state_dir / STATE_FILE).unlink(missing_ok=True)
+    return ([problem] if problem else []) + failed, len(results) - len(failed)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from enforcer import __version__
 from enforcer.agent import Agent, Source
 from enforcer.apply import Applier
-from enforcer.audit.kubelet import KubeletView, read_kubelet, static_policy_reason
+from enforcer.audit.kubelet import KubeletView
 from enforcer.checkpoint import Checkpointer, load
 from enforcer.config import Config, Mode
 from enforcer.core.adopt import adopt, foreign_owners
@@ -26,6 +22,8 @@ from enforcer.core.kubepods import shown
 from enforcer.core.policy import Policy
 from enforcer.core.reserved import resolve_reserved
 from enforcer.core.state import State, from_document, to_document
+from enforcer.guard import KubeletGuard
+from enforcer.journal import sd_notify
 from enforcer.kernel import affinity, procfs
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.hotplug import HotplugMonitor
@@ -33,13 +31,15 @@ from enforcer.kernel.sysfs import Machine, read_topology
 from enforcer.kernel.watch import Watcher
 from enforcer.kernel.writers import WriterWatch
 from enforcer.observe import EVERYTHING, FILES, NOTHING, Dirty, Observer
-from enforcer.reconcile import Reconciler
+from enforcer.reconcile import Reconciler, label
+from enforcer.units import UnitSync
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
-AUDIT_FILE = "audit.json"
-_KUBELET_FILES = frozenset({"cpu_manager_state", "config.yaml"})
+STATE_FILE: Final = "state.json"
+AUDIT_FILE: Final = "audit.json"
+_MOST_WOULD_WRITE: Final = 1000
+_WRITER_SEEN: Final = 5.0  # seconds back in which the writer of a drift is looked for
 
 
 def policy_of(config: Config, machine: Machine, allowed: CPUSet, kubelet: KubeletView) -> Policy:
@@ -69,112 +69,93 @@ def load_state(config: Config, boot_id: str) -> tuple[State, str | None]:
         return State(), str(error)
 
 
-@dataclass
 class Service:
-    """Everything of one `run`. `load_config` reads the config again (SIGHUP)."""
+    """Everything of one `run`. `load_config` reads the config again (SIGHUP).
 
-    config: Config
-    load_config: Callable[[], Config]
-    clock: Callable[[], float] = time.monotonic
-    _watcher: Watcher | None = None
-    _writers: WriterWatch | None = None
-    _lock: Any = None
-    _sources: list[Source] = field(default_factory=list)
+    Raises CannotWorkHereError or ConfigError before the first write where it must not or cannot do its work.
+    """
+
+    def __init__(self, config: Config, load_config: Callable[[], Config]) -> None:
+        self.config = config
+        self._load_config = load_config
+        self._clock = time.monotonic
+        self._started = time.time()
+        self._boot_id = procfs.boot_id()
+        self._fs = CgroupFS.discover()
+        self._machine = read_topology()
+        self._guard = KubeletGuard(config.kubelet_root, config.kubelet_config_path)
+        self._enforcing = config.mode is Mode.ENFORCE
+        self._left = ""
+        if self._enforcing:
+            self._refuse(self._guard.reason())
+        self._units: UnitSync | None = None
+        self._writers: WriterWatch | None = None
+        self._hotplug: HotplugMonitor | None = None
+        self._sources: list[Source] = []
+        self._build()
 
     def run(self) -> None:
-        """Runs until told to stop. Raises CannotWorkHereError before the first write where it must not enforce."""
-        self._take_lock()
-        self.boot_id = procfs.boot_id()
-        self.fs = CgroupFS.discover()
-        self.machine = read_topology()
-        self._build()
+        """Runs until it is told to stop; the pins stay."""
         self._keep_to_ourselves()
-        self.agent.run()
-
-    def document(self) -> dict[str, Any]:
-        """What the state file holds: enough for status, and for the next start."""
-        return {
-            "state": to_document(self.reconciler.current_state()),
-            "mode": str(self.config.mode),
-            "reserved": str(self.reconciler.policy.reserved),
-            "strict": self.reconciler.policy.strict,
-            "pid": os.getpid(),
-            "started": self.started,
-            "version": __version__,
-            "roots": list(self.config.roots),
-            "would_write": dict(list(self.reconciler.would_write.items())[:1000]),
-            "retrying": self.reconciler.retrying(),
-            "problems": dict(self.observer.problems),
-        }
+        self._agent.run()
 
     # putting together
 
     def _build(self) -> None:
-        self.started = time.time()
-        enforcing = self.config.mode is Mode.ENFORCE
-        self.kubelet = self._read_kubelet()
-        if enforcing:
-            self._refuse_static()
-        self.applier = Applier(self.fs, self.machine.possible, time.sleep, None, dry=not enforcing)
         self._watcher = Watcher(FILES)
-        self.observer = Observer(
-            self.fs,
-            self.machine,
-            self.clock,
+        self._applier = Applier(self._fs, self._machine.possible, time.sleep, None, dry=not self._enforcing)
+        self._observer = Observer(
+            self._fs,
+            self._machine,
+            self._clock,
             procfs.comm,
             watcher=self._watcher,
             roots=self.config.roots,
-            ours=self.applier.wrote_lately,
+            ours=self._applier.wrote_lately,
             hold_seconds=self.config.hold,
         )
-        for _ in self.observer.scan():
+        for _ in self._observer.scan():
             pass
-        policy = self._policy()
-        state = self._start_state(policy, enforcing=enforcing)
-        path = self.config.state_dir / (STATE_FILE if enforcing else AUDIT_FILE)
-        self.checkpointer = Checkpointer(path, self.boot_id)
-        self.reconciler = Reconciler(
-            self.observer, self.applier, policy, self.clock, state=state, who=self._who, save=self._save_now
+        policy = self._policy(self.config)
+        state = self._start_state(policy)
+        self._open_sources(state)
+        self._reconciler = Reconciler(
+            self._observer, self._applier, policy, self._clock, state=state, who=self._who, save=self._save_now
         )
-        self._open_sources()
-        self.agent = Agent(
-            self.reconciler,
-            self.clock,
+        self._agent = Agent(
+            self._reconciler,
+            self._clock,
             self._sources,
-            self.checkpointer,
-            self.document,
+            self._checkpointer(),
+            self._document,
             self.config.rescan,
             reload=self._reload,
-            notify=self._notify,
+            check=self._check,
+            notify=self._ready,
+            tickers=[self._units] if self._units else [],
         )
 
-    def _policy(self) -> Policy:
-        allowed = self.observer.view.allowed or self.machine.online
-        return policy_of(self.config, self.machine, allowed, self.kubelet)
+    def _policy(self, config: Config) -> Policy:
+        return policy_of(config, self._machine, self._observer.view.allowed or self._machine.online, self._guard.view)
 
-    def _start_state(self, policy: Policy, *, enforcing: bool) -> State:
-        recorded, problem = load_state(self.config, self.boot_id)
+    def _start_state(self, policy: Policy) -> State:
+        recorded, problem = load_state(self.config, self._boot_id)
         if problem:
             log.warning("%s", problem)
-        state, notes = adopt(self.observer.view, recorded, policy, self.clock())
+        state, notes = adopt(self._observer.view, recorded, policy, self._clock())
         for note in notes:
-            log.info("%s %s: %s", note.kind, shown(note.path), note.text)
-        others = foreign_owners(self.observer.view, state, policy)
-        if others and enforcing:
-            raise CannotWorkHereError(
-                f"somebody else gives out CPUs on this node: {shown(others[0])} asks for whole CPUs and was born with "
-                f"CPUs {state.foreign[others[0]]} that are not ours",
-                hint="two CPU managers would fight; use mode audit here, or stop the other one and restart its pods",
-            )
+            log.info("%s %s: %s", note.kind, label(note.path), note.text)
+        if self._enforcing:
+            self._refuse(self._other_manager(state, policy))
         for path, cpus in state.written.items():
-            self.applier.remember(path, cpus)
+            self._applier.remember(path, cpus)
         return state
 
-    def _open_sources(self) -> None:
-        assert self._watcher is not None
+    def _open_sources(self, state: State) -> None:
         self._sources.append(Source(self._watcher.fileno(), self._tree_events))
+        self._sources.append(Source(self._guard.fileno(), self._kubelet_events))
         try:
-            self._writers = WriterWatch(self.fs.cpuset_root)
+            self._writers = WriterWatch(self._fs.cpuset_root)
             self._sources.append(Source(self._writers.fileno(), self._writer_events))
         except CannotWorkHereError as error:
             log.info("foreign writers will not be named: %s", error)
@@ -183,22 +164,38 @@ class Service:
             self._sources.append(Source(self._hotplug.fileno(), self._hotplug_events))
         except CannotWorkHereError as error:
             log.info("CPU hotplug is seen at the rescan only: %s", error)
+        if self._fs.version == 2:
+            self._open_units(state)
+
+    def _open_units(self, state: State) -> None:
+        # jeepney costs memory that a node on v1 need not spend
+        from enforcer.kernel.systemd import UnitProperties
+
+        try:
+            self._units = UnitSync(UnitProperties.connect(), self._fs.read_cpus, self._clock)
+        except CannotWorkHereError as error:
+            log.info("cpusets are written to the files only: %s", error)
+            return
+        self._applier.units = self._units
+        self._sources.append(Source(self._units.fileno(), self._units.take))
+        # An agent that died between a file and its unit's value left the two apart.
+        for path, cpus in state.written.items() if self._enforcing else ():
+            self._units.tell(path, cpus)
 
     def _keep_to_ourselves(self) -> None:
-        for problem in affinity.pin_self(self.reconciler.policy.reserved):
+        for problem in affinity.pin_self(self._reconciler.policy.reserved):
             log.info("%s", problem)
-        report = affinity.raise_priority(self.config.fifo, on_demotion=lambda: log.warning("demoted: ran too long"))
+        report = affinity.raise_priority(self.config.fifo)
         for problem in report.problems:
             log.info("%s", problem)
 
     # sources
 
     def _tree_events(self) -> Dirty:
-        assert self._watcher is not None
         pods: frozenset[str] = frozenset()
         everything = False
         for event in self._watcher.drain():
-            dirty = self.observer.handle(event)
+            dirty = self._observer.handle(event)
             pods |= dirty.pods
             everything |= dirty.everything
         return Dirty(pods, everything)
@@ -209,100 +206,121 @@ class Service:
         return NOTHING
 
     def _hotplug_events(self) -> Dirty:
-        if not self._hotplug.drain():
+        if self._hotplug is None or not self._hotplug.drain():
             return NOTHING
         try:
-            self.machine = read_topology()
+            self._machine = read_topology()
         except EnforcerError as error:
             log.warning("the machine's CPUs cannot be read, going on with what was known: %s", error)
             return EVERYTHING
-        self.observer.machine_changed(self.machine)
-        log.info("CPUs online: %s", self.machine.online)
+        self._observer.machine_changed(self._machine)
+        log.info("CPUs online: %s", self._machine.online)
         return EVERYTHING
 
+    def _kubelet_events(self) -> Dirty:
+        self._look_at_kubelet()
+        return NOTHING
+
+    def _look_at_kubelet(self) -> None:
+        if self._guard.look_again() and self._enforcing:
+            self._leave(self._guard.reason())
+
     def _who(self, path: str) -> str | None:
-        return self._writers.who(path, self.clock() - 5.0) if self._writers is not None else None
+        return self._writers.who(path, self._clock() - _WRITER_SEEN) if self._writers is not None else None
 
-    # while it runs
+    # what must not be fought
 
-    def _read_kubelet(self) -> KubeletView:
-        return read_kubelet(self.config.kubelet_root, self.config.kubelet_config_path)
-
-    def _refuse_static(self) -> None:
-        reason = static_policy_reason(self.kubelet)
+    @staticmethod
+    def _refuse(reason: str | None) -> None:
         if reason:
             raise CannotWorkHereError(f"refusing to enforce: {reason}")
 
-    def leave_enforce(self, reason: str) -> None:
-        """Gives every set back and goes on as an auditor."""
+    def _other_manager(self, state: State, policy: Policy) -> str | None:
+        others = foreign_owners(self._observer.view, state, policy)
+        if not others:
+            return None
+        return (
+            f"somebody else gives out CPUs on this node: {label(others[0])} asks for whole CPUs and was given CPUs "
+            f"{state.foreign[others[0]]} that are not ours; two CPU managers would fight: use mode audit here, or stop "
+            f"the other one and restart its pods"
+        )
+
+    def _check(self) -> None:
+        """After every pass: what was learnt in it may forbid to enforce."""
+        if self._enforcing and self._reconciler.state.foreign:
+            self._leave(self._other_manager(self._reconciler.state, self._reconciler.policy))
+
+    def _leave(self, reason: str | None) -> None:
+        """Gives every set back and goes on as an auditor; nothing without a reason."""
+        if not reason or not self._enforcing:
+            return
         log.error("leaving enforce: %s", reason)
-        self.reconciler.unpin()
-        self.applier.dry = True
+        self._reconciler.unpin()
+        self._save_now()
+        self._switch(enforcing=False, left=reason)
+
+    def _enter(self) -> None:
+        reason = self._guard.reason() or self._other_manager(self._reconciler.state, self._reconciler.policy)
+        if reason:
+            log.error("not enforcing: %s", reason)
+            return
+        log.info("enforcing from now on")
+        self._switch(enforcing=True, left="")
+
+    def _switch(self, *, enforcing: bool, left: str) -> None:
+        self._enforcing, self._left = enforcing, left
+        self._applier.dry = not enforcing
+        self._reconciler.would_write.clear()
+        self._agent.checkpointer = self._checkpointer()
+        self._agent.want_full()
+
+    # the state file, reload
+
+    def _checkpointer(self) -> Checkpointer:
+        name = STATE_FILE if self._enforcing else AUDIT_FILE
+        return Checkpointer(self.config.state_dir / name, self._boot_id)
 
     def _save_now(self) -> None:
-        self.checkpointer.offer(self.document, self.clock())
-        self.agent.save(force=True)
+        self._agent.checkpointer.offer(self._document, self._clock())
+        self._agent.save(force=True)
+
+    def _document(self) -> dict[str, Any]:
+        """What the state file holds: enough for status, and for the next start."""
+        return {
+            "state": to_document(self._reconciler.current_state()),
+            "mode": str(Mode.ENFORCE if self._enforcing else Mode.AUDIT),
+            "left_enforce": self._left,
+            "reserved": str(self._reconciler.policy.reserved),
+            "strict": self._reconciler.policy.strict,
+            "pid": os.getpid(),
+            "started": self._started,
+            "version": __version__,
+            "roots": list(self.config.roots),
+            "would_write": dict(list(self._reconciler.would_write.items())[:_MOST_WOULD_WRITE]),
+            "retrying": self._reconciler.retrying(),
+            "problems": {shown(path): text for path, text in self._observer.problems.items()},
+        }
 
     def _reload(self) -> None:
         try:
-            config = self.load_config()
-            kubelet = read_kubelet(config.kubelet_root, config.kubelet_config_path)
-            allowed = self.observer.view.allowed or self.machine.online
-            policy = policy_of(config, self.machine, allowed, kubelet)
+            config = self._load_config()
+            policy = self._policy(config)
         except (ConfigError, CannotWorkHereError) as error:
-            log.error("the config was not taken, going on with the old one:\n%s", error)
+            log.error("the config was not taken, going on with the old one: %s", error)
             return
-        self.config, self.kubelet, self.reconciler.policy = config, kubelet, policy
-        self.agent.rescan = config.rescan
+        self.config = replace(config, state_dir=self.config.state_dir, roots=self.config.roots)
+        self._reconciler.policy = policy
+        self._agent.rescan = config.rescan
+        self._guard.look_again()
         log.info("config read again: mode %s, reserved CPUs %s", config.mode, policy.reserved)
+        if (config.state_dir, config.roots) != (self.config.state_dir, self.config.roots):
+            log.warning("state-dir and roots take effect at the next start only")
+        if config.mode is Mode.AUDIT:
+            self._leave("the config says mode audit now")
+        elif not self._enforcing:
+            self._enter()
 
-    def _notify(self, text: str) -> None:
-        log.info("ready: %s, reserved CPUs %s", self.config.mode, self.reconciler.policy.reserved)
+    def _ready(self, text: str) -> None:
+        mode = Mode.ENFORCE if self._enforcing else Mode.AUDIT
+        log.info("ready: %s, reserved CPUs %s", mode, self._reconciler.policy.reserved)
         sd_notify(text)
-
-    def _take_lock(self) -> None:
-        """Two agents on one node would fight over every set."""
-        folder = self.config.state_dir
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o755)
-            self._lock = (folder / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CannotWorkHereError(
-                f"another cpuset-enforcer runs with the state directory {folder}", hint="stop it first"
-            ) from error
-        except OSError as error:
-            raise CannotWorkHereError(f"state directory {folder}: {error.strerror}", hint="is this root?") from error
-
-
-def sd_notify(text: str) -> None:
-    """Tells systemd (sd_notify(3)); nothing happens where it does not listen."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        try:
-            sock.connect("\0" + address[1:] if address.startswith("@") else address)
-            sock.send(text.encode())
-        except OSError as error:
-            log.warning("systemd cannot be told %r: %s", text, error)
-
-
-def set_up_logging(verbose: bool) -> None:
-    """To standard error; under systemd the journal adds time and unit, and reads the level from the prefix."""
-    journal = "JOURNAL_STREAM" in os.environ
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JournalFormatter() if journal else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
-
-
-class _JournalFormatter(logging.Formatter):
-    _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"<{self._PRIORITY.get(record.levelno, 6)}>{super().format(record)}"
-
-
-def state_path(config: Config) -> Path:
-    """Where the state of enforce mode is."""
-    return config.state_dir / STATE_FILE

@@ -178,7 +178,8 @@ class Watcher:
         if mask & (_IGNORED | _UNMOUNT):
             return self._ended(path, bool(mask & _UNMOUNT))
         name = os.fsdecode(raw)
-        if mask & _MODIFY:
+        # A file renamed into place is how the kubelet and most programs write their own files.
+        if mask & _MODIFY or (mask & _MOVED_TO and not mask & _ISDIR):
             return Event(Kind.MODIFIED, path, name) if self._files is None or name in self._files else None
         if not mask & _ISDIR:
             return None

@@ -1,0 +1,147 @@
+"""Units: keeps systemd's own value of a cgroup's CPUs equal to the file, for slices and scopes that it owns (v2).
+
+The file is written at once, the unit's AllowedCPUs right behind it; after each answer the file is read back, since
+systemd writes it too.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable
+
+from enforcer.core.cpuset import CPUSet
+from enforcer.core.errors import CannotWorkHereError
+from enforcer.core.kubepods import unit_name
+from enforcer.core.node import parent_of
+from enforcer.kernel.systemd import Disconnected, Event, Reloading, Reply, UnitProperties
+from enforcer.observe import EVERYTHING, NOTHING, Dirty
+
+log = logging.getLogger(__name__)
+
+NEVER = float("inf")
+_AGAIN_FIRST = 0.2
+_AGAIN_MOST = 10.0
+_FLUSH = 0.005
+
+
+class UnitSync:
+    """The bridge to systemd for the loop. `read` reads a cgroup's cpuset.cpus, `clock` is monotonic.
+
+    `fileno` stays the same over reconnects. Nothing in here waits, but for a reconnect's fraction of a second.
+    """
+
+    def __init__(
+        self, units: UnitProperties, read: Callable[[str], CPUSet | None], clock: Callable[[], float]
+    ) -> None:
+        self._units = units
+        self._read = read
+        self._clock = clock
+        self._path: dict[str, str] = {}
+        self._wished: dict[str, CPUSet | None] = {}
+        self._again_at = NEVER
+        self._again_in = _AGAIN_FIRST
+        self._retell: set[str] = set()
+        self._told: set[str] = set()
+        self.differed = 0  # times that the file was not what its unit had just been told
+        self._epoll = select.epoll()
+        self._epoll.register(units.fileno(), select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when systemd has said something."""
+        return self._epoll.fileno()
+
+    def tell(self, path: str, cpus: CPUSet | None) -> None:
+        """Gives the unit of a cgroup a set, or takes it away; nothing for a cgroup that is no unit's."""
+        unit = unit_name(path)
+        if unit is not None:
+            self._path[unit] = path
+            self._wished[unit] = cpus
+            self._units.set_allowed_cpus(unit, cpus)
+
+    def lags(self, path: str) -> bool:
+        """Whether systemd may still write an older set of ours into this cgroup's file."""
+        unit = unit_name(path)
+        return unit is not None and (unit in self._units.in_flight() or unit in self._units.pending())
+
+    def take(self) -> Dirty:
+        """What the answers since the last call ask to be looked at."""
+        pods: set[str] = set()
+        everything = False
+        for event in self._units.on_readable():
+            dirty = self._event(event)
+            pods |= dirty.pods
+            everything |= dirty.everything
+        return Dirty(frozenset(pods), everything)
+
+    def due(self) -> float:
+        """When tick() has something to do."""
+        return min(self._again_at, self._clock() + _FLUSH if self._units.wants_write() else NEVER)
+
+    def tick(self) -> None:
+        """What is due: bytes that wait for the socket, a reconnect, values that systemd was not there to take."""
+        self._units.on_writable()
+        if self._clock() < self._again_at:
+            return
+        self._again_at = NEVER
+        if not self._units.connected:
+            self._reconnect()
+        else:
+            for unit in self._retell:
+                self._units.set_allowed_cpus(unit, self._wished.get(unit))
+            self._retell.clear()
+
+    def _event(self, event: Event) -> Dirty:
+        if isinstance(event, Reply):
+            return self._answered(event)
+        if isinstance(event, Reloading):
+            return NOTHING if event.active else EVERYTHING
+        self._lost(event)
+        return NOTHING
+
+    def _answered(self, reply: Reply) -> Dirty:
+        path = self._path.get(reply.unit)
+        if reply.unit_gone:
+            self._forget(reply.unit)
+        elif reply.manager_away:
+            self._retell.add(reply.unit)
+            self._try_again()
+        elif not reply.ok:
+            self._complain(reply)
+        elif path is not None and reply.cpus is not None and reply.cpus == self._wished.get(reply.unit):
+            found = self._read(path)
+            if found is not None and found != reply.cpus:
+                self.differed += 1
+                return Dirty(frozenset({path, parent_of(path)}))
+        return NOTHING
+
+    def _complain(self, reply: Reply) -> None:
+        if reply.unit not in self._told and len(self._told) < 1000:
+            self._told.add(reply.unit)
+            log.warning(
+                "systemd does not take AllowedCPUs=%s for %s: %s (%s); the file alone may be written over by it",
+                reply.cpus, reply.unit, reply.message, reply.error,
+            )  # fmt: skip
+
+    def _forget(self, unit: str) -> None:
+        self._path.pop(unit, None)
+        self._wished.pop(unit, None)
+
+    def _lost(self, event: Disconnected) -> None:
+        log.warning("connection to systemd lost (%s); file writes go on, units are told when it is back", event.reason)
+        self._try_again()
+
+    def _try_again(self) -> None:
+        self._again_at = min(self._again_at, self._clock() + self._again_in)
+
+    def _reconnect(self) -> None:
+        try:
+            self._units.reconnect()
+        except CannotWorkHereError as error:
+            self._again_in = min(_AGAIN_MOST, self._again_in * 2)
+            self._try_again()
+            log.info("systemd is not back yet: %s", error)
+            return
+        self._again_in = _AGAIN_FIRST
+        self._epoll.register(self._units.fileno(), select.EPOLLIN)
+        log.info("connected to systemd again")
