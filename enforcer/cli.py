@@ -24,9 +24,10 @@ from enforcer.kernel.cgroupfs import CgroupFS, describe
 from enforcer.kernel.sysfs import read_topology
 from enforcer.lock import take_lock
 from enforcer.observe import Observer
-from enforcer.service import STATE_FILE, Service, load_state
+from enforcer.service import STATE_FILE, Service, connect_units, load_state
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
+_SYSTEMD_ANSWERS = 10.0  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,9 +133,12 @@ def _give_back(config: Config) -> tuple[list[str], int]:
     fs, machine = CgroupFS.discover(), read_topology()
     observer = _observer(config)
     state, problem = load_state(config, procfs.boot_id())
-    applier = Applier(fs, machine.possible, time.sleep, None, dry=False)
+    units = connect_units(fs, time.monotonic)
+    applier = Applier(fs, machine.possible, time.sleep, units, dry=False)
     results = [o.result for o in applier.apply(plan_unpin(observer.view, state)) if o.result is not None]
     failed = [describe(result) for result in results if not (result.gone or result.errno is None)]
+    if units is not None and not units.finish(_SYSTEMD_ANSWERS):
+        failed.append("systemd did not answer in time: it may still write sets of ours (systemctl show -p AllowedCPUs)")
     if not failed:
         (config.state_dir / STATE_FILE).unlink(missing_ok=True)
     return ([problem] if problem else []) + failed, len(results) - len(failed)

@@ -182,6 +182,10 @@ class Observer:
             self.view = self.view.without_container(path)
             return
         before = self.view.find_container(path)
+        ident = self._fs.cgroup_id(path) or 0
+        if before is not None and before.ident != ident:
+            # docker restart makes the same path anew: a birth, not drift
+            before = None
         parsed = classify(Kind.POD, pod.ref.qos, name, pod_uid=pod.ref.uid, systemd=parent_of(path).endswith(".slice"))
         container = before or ContainerView(
             ref=ContainerRef(pod.ref.uid, parsed.container_id or shown(name), parsed.runtime, path),
@@ -189,6 +193,7 @@ class Observer:
             role=_ROLES.get(parsed.kind, Role.UNSURE),
             phase=Phase.RUNNING if self._first else Phase.BIRTH,
             born=self._birth(),
+            ident=ident,
         )
         self.view = self.view.with_container(self._seen(container, pod, group, parsed, bool(nested)))
 

@@ -69,6 +69,20 @@ def load_state(config: Config, boot_id: str) -> tuple[State, str | None]:
         return State(), str(error)
 
 
+def connect_units(fs: CgroupFS, clock: Callable[[], float]) -> UnitSync | None:
+    """The bridge to systemd, where it may write cpusets itself (v2); None where there is no systemd."""
+    if fs.version == 1:
+        return None
+    # jeepney costs memory that a node on v1 need not spend
+    from enforcer.kernel.systemd import UnitProperties
+
+    try:
+        return UnitSync(UnitProperties.connect(), fs.read_cpus, clock)
+    except CannotWorkHereError as error:
+        log.info("cpusets are written to the files only: %s", error)
+        return None
+
+
 class Service:
     """Everything of one `run`. `load_config` reads the config again (SIGHUP).
 
@@ -119,6 +133,7 @@ class Service:
         policy = self._policy(self.config)
         state = self._start_state(policy)
         self._open_sources(state)
+        self._resolved_for = self._observer.view.allowed
         self._reconciler = Reconciler(
             self._observer, self._applier, policy, self._clock, state=state, who=self._who, save=self._save_now
         )
@@ -164,17 +179,11 @@ class Service:
             self._sources.append(Source(self._hotplug.fileno(), self._hotplug_events))
         except CannotWorkHereError as error:
             log.info("CPU hotplug is seen at the rescan only: %s", error)
-        if self._fs.version == 2:
-            self._open_units(state)
+        self._open_units(state)
 
     def _open_units(self, state: State) -> None:
-        # jeepney costs memory that a node on v1 need not spend
-        from enforcer.kernel.systemd import UnitProperties
-
-        try:
-            self._units = UnitSync(UnitProperties.connect(), self._fs.read_cpus, self._clock)
-        except CannotWorkHereError as error:
-            log.info("cpusets are written to the files only: %s", error)
+        self._units = connect_units(self._fs, self._clock)
+        if self._units is None:
             return
         self._applier.units = self._units
         self._sources.append(Source(self._units.fileno(), self._units.take))
@@ -246,9 +255,24 @@ class Service:
         )
 
     def _check(self) -> None:
-        """After every pass: what was learnt in it may forbid to enforce."""
+        """After every pass: what was learnt in it may forbid to enforce, or show a root that was not there before."""
+        if self._observer.view.allowed != self._resolved_for:
+            self._root_changed()
         if self._enforcing and self._reconciler.state.foreign:
             self._leave(self._other_manager(self._reconciler.state, self._reconciler.policy))
+
+    def _root_changed(self) -> None:
+        """Reserved CPUs stay what they are while containers may use one of them: sandboxes live there."""
+        allowed = self._resolved_for = self._observer.view.allowed
+        if not allowed or self._reconciler.policy.reserved & allowed:
+            return
+        try:
+            self._reconciler.policy = self._policy(self.config)
+        except (ConfigError, CannotWorkHereError) as error:
+            log.error("no CPU can be reserved now: %s", error)
+            return
+        log.warning("containers may use CPUs %s only: reserved are %s now", allowed, self._reconciler.policy.reserved)
+        self._agent.want_full()
 
     def _leave(self, reason: str | None) -> None:
         """Gives every set back and goes on as an auditor; nothing without a reason."""

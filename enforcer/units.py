@@ -74,6 +74,18 @@ class UnitSync:
             everything |= dirty.everything
         return Dirty(frozenset(pods), everything)
 
+    def finish(self, seconds: float) -> bool:
+        """Waits until systemd has answered everything; for commands that end. False when it did not in time."""
+        end = self._clock() + seconds
+        while self._units.in_flight() or self._units.pending():
+            left = end - self._clock()
+            if left <= 0:
+                return False
+            self._units.on_writable()
+            self._epoll.poll(min(left, 0.1))
+            self.take()
+        return True
+
     def due(self) -> float:
         """When tick() has something to do."""
         return min(self._again_at, self._clock() + _FLUSH if self._units.wants_write() else NEVER)

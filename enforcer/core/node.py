@@ -56,7 +56,8 @@ class ContainerView:
 
     `born` is the monotonic time of the first sight (seconds; -inf when it was there before the agent), `limits_since`
     when its limits were first seen as they are now. `given` is a set narrower than its parent's that somebody else
-    wrote at birth. `nested` are cgroups made inside it, deepest first (filled on v1 only, where they bind the parent).
+    wrote at birth. `ident` tells a cgroup from one made later under the same name. `nested` are cgroups made inside it,
+    deepest first (filled on v1 only, where they bind the parent).
     """
 
     ref: ContainerRef
@@ -69,6 +70,7 @@ class ContainerView:
     given: CPUSet = EMPTY
     populated: bool = True
     opted_out: bool = False
+    ident: int = 0
     nested: tuple[Group, ...] = ()
 
 
