@@ -5,6 +5,7 @@ Every artifact's file name carries a hash of what it is made from, so a change o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -28,7 +29,10 @@ MASKED_UNITS: Final = (
     *("apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "fstrim.timer", "e2scrub_all.timer"),
     *("e2scrub_reap.service", "systemd-networkd.service", "systemd-pcrphase.service", "systemd-hwdb-update.service"),
     *("systemd-update-utmp.service", "systemd-random-seed.service", "systemd-journal-flush.service"),
+    *("systemd-journal-catalog-update.service", "ldconfig.service", "systemd-update-done.service"),
+    *("systemd-logind.service", "systemd-user-sessions.service", "systemd-firstboot.service"),
 )
+KEEP_SECONDS: Final = 14 * 86400
 # A kernel finds a partition by this id without an initramfs; names of NVMe disks change from boot to boot.
 DISK_ID: Final = 0x766D0001
 ROOT_PARTUUID: Final = f"{DISK_ID:08x}-01"
@@ -58,10 +62,16 @@ class Artifacts:
         """The static program of the containers (files/probe.c)."""
         return self.cache / f"probe-{_key(*_texts('probe.c'))}"
 
-    def stale(self) -> list[Path]:
-        """Files in the cache that an older state of the inputs left there."""
-        wanted = {self.kernel.name, self.image.name, self.probe.name, "lock"}
-        return [file for file in self.cache.iterdir() if file.name.removesuffix(".release") not in wanted]
+    def touch(self) -> None:
+        """Says that the artifacts are in use."""
+        for file in (self.kernel, self.kernel.with_name(f"{self.kernel.name}.release"), self.image, self.probe):
+            with contextlib.suppress(OSError):
+                os.utime(file)
+
+    def stale(self, now: float) -> list[Path]:
+        """Files in the cache that nobody has used for a long time; other checkouts share the cache."""
+        files = [file for file in self.cache.iterdir() if file.name != "lock"]
+        return [file for file in files if now - file.stat().st_mtime > KEEP_SECONDS]
 
 
 def default_cache() -> Path:

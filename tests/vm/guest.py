@@ -82,7 +82,7 @@ class Guest:
         self.exit_code: int | None = None
         """The command's; None until it has ended."""
 
-    def lines(self, silence: float = 120) -> Iterator[str]:
+    def lines(self, silence: float = 180) -> Iterator[str]:
         """What the command says, line by line as it comes, until the guest ends.
 
         Raises GuestError when nothing comes for `silence` seconds, or the guest ends before the command has.
@@ -138,6 +138,7 @@ def boot(spec: GuestSpec, command: str, share: Path | None = None, *, artifacts:
     """
     if reason := missing(spec.kind, artifacts):
         raise GuestError(reason)
+    artifacts.touch()
     work = Path(tempfile.mkdtemp(prefix="cpuset-enforcer-guest."))
     daemon = None
     try:
@@ -160,7 +161,7 @@ def boot(spec: GuestSpec, command: str, share: Path | None = None, *, artifacts:
 
 
 def run(
-    spec: GuestSpec, command: str, share: Path | None = None, *, artifacts: Artifacts, silence: float = 120
+    spec: GuestSpec, command: str, share: Path | None = None, *, artifacts: Artifacts, silence: float = 180
 ) -> tuple[int, str]:
     """Boots, runs the command to its end; returns its exit code and output. Raises GuestError."""
     with boot(spec, command, share, artifacts=artifacts) as guest:

@@ -48,8 +48,9 @@ def prepare(artifacts: Artifacts, *, refresh: bool = False, say: Callable[[str],
                 say(f"{name}: {target} is up to date")
             else:
                 _build(name, target, build, say)
-        for old in artifacts.stale():
-            say(f"removing {old}: made from older inputs")
+        artifacts.touch()
+        for old in artifacts.stale(time.time()):
+            say(f"removing {old}: not used for a long time")
             old.unlink()
 
 
@@ -65,7 +66,6 @@ def _build(name: str, target: Path, build: Callable[[Path, Path], object], say: 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpuset-enforcer-prepare.") as work:
         Path(work).chmod(0o755)
-        # a killed run leaves only files that count as stale
         half = target.with_name(target.name + ".half")
         result = build(half, Path(work))
         for file in (half, half.with_name(half.name + ".release")):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from . import artifacts as artifacts_module
-from . import fleet as fleet_module
 from . import guest as guest_module
 from . import prepare as prepare_module
 from .apt import PrepareError, configured_mirror
@@ -97,11 +99,14 @@ def test_prepare_builds_what_is_missing_and_removes_what_is_old(
     monkeypatch.setattr(prepare_module, "_check_machine", lambda: None)
     made.cache.mkdir()
     made.kernel.write_text("kept")
-    (made.cache / "systemd-0123.img").write_text("old")
+    for name, used in (("systemd-0123.img", 0), ("systemd-4567.img", time.time() - 86400)):
+        (made.cache / name).write_text("of another checkout")
+        os.utime(made.cache / name, (used, used))
     said: list[str] = []
     prepare(made, say=said.append)
     assert built == [made.probe.name + ".half", made.image.name + ".half"]
-    assert {file.name for file in made.cache.iterdir()} == {made.kernel.name, made.probe.name, made.image.name, "lock"}
+    left = {made.kernel.name, made.probe.name, made.image.name, "systemd-4567.img", "lock"}
+    assert {file.name for file in made.cache.iterdir()} == left
     assert made.kernel.read_text() == "kept"
     assert any("systemd-0123.img" in line for line in said)
 
@@ -146,7 +151,7 @@ def test_a_result_line_is_read_back() -> None:
 
 
 def test_python_that_a_plain_guest_cannot_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module.sys, "executable", "/tmp/venv/bin/python")
+    monkeypatch.setattr(sys, "executable", "/tmp/venv/bin/python")
     with pytest.raises(GuestError, match="cannot see /tmp/venv/bin/python"):
         inside_command("plain")
 

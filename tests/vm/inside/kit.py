@@ -364,8 +364,8 @@ class SystemdBus:
     """Calls of the kubelet's and an administrator's to systemd's manager, one after the other."""
 
     def __init__(self) -> None:
-        from jeepney import DBusAddress
-        from jeepney.io.blocking import open_dbus_connection
+        from jeepney import DBusAddress  # type: ignore[import-untyped]
+        from jeepney.io.blocking import open_dbus_connection  # type: ignore[import-untyped]
 
         self._connection = open_dbus_connection("unix:path=/run/dbus/system_bus_socket")
         self._manager = DBusAddress(
