@@ -40,11 +40,11 @@ def test_what_is_saved_is_loaded(path: Path) -> None:
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
+    max_leaves=8,
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.text(), json_values))
 def test_any_document_of_json_values(path: Path, document: dict[str, Any]) -> None:
     assert save(path, document, BOOT) is None
