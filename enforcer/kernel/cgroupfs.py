@@ -284,12 +284,14 @@ class CgroupFS:
         filename = self.cpuset_root + level + "/cgroup.subtree_control"
         if "cpuset" in (self._read(filename) or "").split():
             return None
+        # cgroup-v2 "No Internal Process Constraint". With threaded controllers only the kernel may take it all the
+        # same, and makes every child "domain invalid", so that no container can start in there: ask first.
+        if level != "/" and (procs := self.procs(level)):
+            return EnableStep(level, EBUSY, tuple(procs))
         code, found = self._store(filename, b"+cpuset")
         if code is None and "cpuset" not in (found or "").split():
             code = ENODEV if found is None else EINVAL
-        # cgroup-v2 "No Internal Process Constraint"
-        procs = tuple(self.procs(level)) if code == EBUSY else ()
-        return EnableStep(level, code, procs)
+        return EnableStep(level, code, tuple(self.procs(level)) if code == EBUSY else ())
 
     def _write_cpus(self, path: str, wanted: CPUSet, data: bytes) -> WriteResult:
         directory = self.cpuset_root + path

@@ -111,6 +111,7 @@ class WriterWatch:
             return None
 
     def _collect(self) -> None:
+        # To the end of the queue: a read also stops short before an event whose file cannot be opened any more.
         for _ in range(_READS):
             try:
                 data = os.read(self._fd, _BUFFER)
@@ -123,8 +124,6 @@ class WriterWatch:
                 continue
             for offset in range(0, len(data), _EVENT.size):
                 self._take(*_EVENT.unpack_from(data, offset)[4:])
-            if len(data) < _BUFFER:
-                return
 
     def _take(self, mask: int, fd: int, pid: int) -> None:
         if mask & _Q_OVERFLOW or fd < 0:

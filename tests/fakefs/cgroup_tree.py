@@ -29,6 +29,7 @@ SHORT = {"cpus": "cpuset.cpus", "mems": "cpuset.mems"}
 V1_CPU_FILES = {"cpu.shares": "1024", "cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "-1"}
 V2_CPU_FILES = {"cpu.weight": "100", "cpu.max": "max 100000"}
 CONTROLLERS = "cpuset cpu memory"
+THREADED = {"cpuset", "cpu"}  # cgroup-v2 "Threads": those that can divide the threads of one process
 
 
 def tree(
@@ -144,8 +145,10 @@ class FakeCgroup:
         """Moves processes into the cgroup, out of wherever they were."""
         if self.version == 1 and not (self.cpus(path) and self.cpus(path, "cpuset.mems")):
             raise _error(errno.ENOSPC)
-        if self.version == 2 and path != "/" and self.read(path, "cgroup.subtree_control"):
-            raise _error(errno.EBUSY)
+        if self.version == 2:
+            self._check_valid(path)
+            if self.read(path, "cgroup.subtree_control") and not self._may_mix(path):
+                raise _error(errno.EBUSY)
         for one in self.paths():
             kept = [pid for pid in self.procs(one) if pid not in pids]
             self._put_procs(one, sorted({*kept, *pids}) if one == path else kept)
@@ -291,9 +294,11 @@ class FakeCgroup:
         children = [one for one in self.paths(path)[1:] if _parent(one) == path]
         for word in text.split():
             controller = word[1:]
+            if (word[0] == "+") == (controller in on):
+                continue
             if word[0] == "+":
                 self._check_enable(path, controller)
-                on += [controller] if controller not in on else []
+                on.append(controller)
             elif any(controller in self.read(child, "cgroup.subtree_control").split() for child in children):
                 raise _error(errno.EBUSY)
             else:
@@ -307,8 +312,23 @@ class FakeCgroup:
     def _check_enable(self, path: str, controller: str) -> None:
         if controller not in self.read(path, "cgroup.controllers").split():
             raise _error(errno.ENOENT)
-        if path != "/" and self.procs(path):
+        self._check_valid(path)
+        if self.procs(path) and not (self._may_mix(path) and (path == "/" or controller in THREADED)):
             raise _error(errno.EBUSY)
+
+    def _may_mix(self, path: str) -> bool:
+        """Whether tasks may sit beside children with controllers: in the root, and in a cgroup that can become the
+        root of a threaded subtree (cgroup_can_be_thread_root()): only threaded controllers on, and no child in use."""
+        if path == "/":
+            return True
+        on = set(self.read(path, "cgroup.subtree_control").split())
+        return on <= THREADED and not any(self.procs(one) for one in self.paths(path)[1:])
+
+    def _check_valid(self, path: str) -> None:
+        """A cgroup below one that mixes is "domain invalid": nothing can be done in there."""
+        for above in _above(path)[1:]:
+            if self.procs(above) and THREADED & set(self.read(above, "cgroup.subtree_control").split()):
+                raise _error(errno.EOPNOTSUPP)
 
 
 class RuleWriter(CgroupFS):

@@ -21,10 +21,13 @@ class TmpCgroup:
     def __init__(self, fs: CgroupFS, path: str) -> None:
         self.fs = fs
         self.path = path
+        self.harmless = ("notify_on_release", "0") if fs.version == 1 else ("cgroup.max.depth", "max")
+        """A file of every cgroup, and a text that changes nothing when written to it."""
 
     def mkdir(self, name: str = "") -> str:
         """A cgroup below (or itself), in both hierarchies; on v1 filled with its parent's set. Answers its path."""
         path = self.path + name
+        self.fs.enable_cpuset(path)
         for directory in {self.fs.cpuset_dir(path), self.fs.cpu_dir(path)}:
             os.mkdir(directory)
         self.fs.copy_mems(path)

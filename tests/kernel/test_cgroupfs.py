@@ -269,12 +269,10 @@ class Pair:
         assert answers[0] == answers[1], f"real {answers[0]}, made {answers[1]}; after\n" + "\n".join(self.history)
         assert self.state(self.real.fs) == self.state(self.fake.fs), "after\n" + "\n".join(self.history)
 
-    def state(self, fs: CgroupFS) -> dict[str, tuple[str, ...]]:
-        paths = [self.real.path, *fs.descendants(self.real.path)]
-        return {
-            path: (str(fs.read_cpus(path)), str(fs.read_effective(path)), str(fs.read_mems(path)), str(fs.procs(path)))
-            for path in sorted(paths)
-        }
+    def state(self, fs: CgroupFS) -> dict[str, tuple[object, ...]]:
+        paths = sorted([self.real.path, *fs.descendants(self.real.path)])
+        readers = (fs.read_cpus, fs.read_effective, fs.read_mems, fs.read_effective_mems, fs.procs, fs.populated)
+        return {path: tuple(str(read(path)) for read in readers) for path in paths}
 
     def mkdir(self, path: str) -> None:
         self.run(f"mkdir {path}", lambda: os.mkdir(self.real.fs.cpuset_dir(path)), lambda: self.fake.mkdir_cpuset(path))
@@ -301,30 +299,58 @@ def _errno(act: Callable[[], None]) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_made_v1_kernel_answers_as_the_real_one(v1: TmpCgroup, tmp_path: Path, sleeper: int, seed: int) -> None:
+@pytest.fixture
+def pair(tmp_cgroup: TmpCgroup, tmp_path: Path, sleeper: int) -> Pair:
+    """The test's cgroup, and one like it on a made node with this machine's CPUs; the sleeper is at the top of both."""
     online, possible = machine_cpus()
-    nodes = v1.fs.read_mems("/") or "0"
-    name = v1.path.strip("/")
-    pair = Pair(v1, tree(tmp_path, {name: {}}, 1, online=online, possible=possible, nodes=nodes))
-    pair.fake.attach("/", sleeper)
+    fs = tmp_cgroup.fs
+    own = {"subtree_control": "cpuset"} if fs.version == 2 else {}
+    if fs.version == 2:
+        Path(fs.cpuset_dir(tmp_cgroup.path), "cgroup.subtree_control").write_text("+cpuset")
+    nodes = fs.read_effective_mems("/") or "0"
+    spec = {tmp_cgroup.path.strip("/"): own}
+    fake = tree(tmp_path, spec, fs.version, online, possible, nodes, modern=_clears(tmp_cgroup))
+    attach(fs, "/", sleeper)
+    fake.attach("/", sleeper)
+    return Pair(tmp_cgroup, fake)
+
+
+def _clears(tmp_cgroup: TmpCgroup) -> bool:
+    """Whether this kernel lets a set be cleared with tasks inside (v2, from 7.x on)."""
+    probe = tmp_cgroup.mkdir("/probe")
+    attach(tmp_cgroup.fs, probe, os.getpid())
+    tmp_cgroup.fs.write_cpus(probe, ONE)
+    code, _ = tmp_cgroup.fs._store(tmp_cgroup.fs.cpuset_dir(probe) + "/cpuset.cpus", b"\n")
+    attach(tmp_cgroup.fs, "/", os.getpid())
+    tmp_cgroup.rmdir(probe)
+    return code is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_made_kernel_answers_as_the_real_one(pair: Pair, sleeper: int, seed: int) -> None:
+    top = pair.real.path
     rng = random.Random(seed)
-    paths = [v1.path + below for below in ("", "/a", "/b", "/a/c", "/a/c/d")]
+    paths = [top + below for below in ("", "/a", "/b", "/a/c", "/a/c/d")]
     texts = ["0", "1", "0-1", "0-1", "0,1", "\n", "", "50000", "1-0", "x", "0-", ",", "1,,0 "]
+    actions = ["mkdir", "mkdir", "rmdir", "cpus", "cpus", "cpus", "cpus", "mems", "attach", "leave"]
     for _ in range(250):
         path = rng.choice(paths)
-        match rng.choice(["mkdir", "mkdir", "rmdir", "cpus", "cpus", "cpus", "cpus", "mems", "attach", "leave"]):
-            case "mkdir" if path != v1.path:
+        match rng.choice(actions + ["enable", "enable", "disable"] * (pair.fake.version == 2)):
+            case "mkdir" if path != top:
                 pair.mkdir(path)
-            case "rmdir" if path != v1.path:
+            case "rmdir" if path != top:
                 pair.rmdir(path)
             case "cpus":
                 pair.write(path, "cpuset.cpus", rng.choice(texts))
             case "mems":
-                pair.write(path, "cpuset.mems", rng.choice(["0", "0", nodes, "\n", "x"]))
+                pair.write(path, "cpuset.mems", rng.choice(["0", "0", "0", "\n", "x"]))
             case "attach":
                 pair.write(path, "cgroup.procs", str(sleeper))
             case "leave":
                 pair.write("/", "cgroup.procs", str(sleeper))
+            case "enable":
+                pair.write(path, "cgroup.subtree_control", "+cpuset")
+            case "disable":
+                pair.write(path, "cgroup.subtree_control", "-cpuset")
     assert sum(": None" in line for line in pair.history) > 30, "most of the run must be more than refusals"
     assert len({line.rsplit(" ", 1)[1] for line in pair.history}) > 5, "and of several kinds"
