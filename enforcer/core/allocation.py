@@ -69,8 +69,10 @@ def take(
     `align_socket` those of their sockets), then the others (kubelet policy_static.go allocateCPUs).
     With `full_cores` the answer consists of whole cores, also where cores differ in size.
 
-    Raises NotEnoughCPUs (with `full_cores`: counting whole available cores) and SMTAlignmentError; ValueError for a
-    negative count.
+    CPUs that are not in the topology are kept but never taken.
+
+    Raises NotEnoughCPUs (its `available` counts what could be used: with `full_cores` only whole cores) and, with
+    `full_cores`, SMTAlignmentError; ValueError for a negative count.
     """
     machine = topology.hierarchy
     if count < 0:
@@ -148,9 +150,9 @@ def _whole_cores_in(machine: Hierarchy, mask: int) -> int:
 def _take_free(machine: Hierarchy, available: int, count: int, options: AllocationOptions) -> int:
     free = available & machine.cpus
     if options.full_cores:
-        free = available = _whole_cores_in(machine, free)
+        free = _whole_cores_in(machine, free)
     if count > free.bit_count():
-        raise NotEnoughCPUs(count, available.bit_count())
+        raise NotEnoughCPUs(count, free.bit_count())
     return _choose(machine, free, count, options)
 
 
@@ -229,7 +231,7 @@ class _Request:
             return self._grown_by_cores(keep, pool, count)
         missing = count - keep.bit_count()
         if missing > pool.bit_count():
-            raise NotEnoughCPUs(count, (available | keep).bit_count())
+            raise NotEnoughCPUs(count, (pool | keep).bit_count())
         return keep | self._added(pool, missing, keep)
 
     def _grown_by_cores(self, keep: int, pool: int, count: int) -> int:
@@ -251,11 +253,27 @@ class _Request:
         added = 0
         for domain in self._domains(pool):
             wanted = min(missing - added.bit_count(), domain.bit_count())
-            added |= self._nearest(domain, wanted, have)
+            nearest = self._evened if self.options.distribute_numa else self._nearest
+            added |= nearest(domain, wanted, have)
         return added
 
     def _domains(self, pool: int) -> tuple[int, int]:
         return pool & self.hinted, pool & ~self.hinted
+
+    def _evened(self, domain: int, count: int, have: int) -> int:
+        """What it had, then from the nodes that it is on, so that each gives as much in all, then from any node."""
+        taken = self._near_in(domain)
+        if taken.bit_count() >= count:
+            return self._part(taken, count)
+        group = (self.options.full_cores and self.machine.core_size) or 1
+        nodes = [node for node in self.machine.numa if node & (have | self.near) and node & domain]
+        while nodes and count - taken.bit_count() >= group:
+            node = min(nodes, key=lambda node: (node & (have | taken)).bit_count())
+            if (node & domain & ~taken).bit_count() >= group:
+                taken |= self._nearest(node & domain & ~taken, group, have | taken)
+            else:
+                nodes.remove(node)
+        return taken | self._chosen(domain & ~taken, count - taken.bit_count())
 
     def _nearest(self, domain: int, count: int, have: int) -> int:
         taken = 0
@@ -269,8 +287,7 @@ class _Request:
 
     def _zones(self, domain: int, have: int) -> Iterator[int]:
         """The domain in disjoint parts, the nearest to what it has and had first."""
-        near = self.near & domain
-        for ring in self._rings(have, _whole_cores_in(self.machine, near) if self.options.full_cores else near):
+        for ring in self._rings(self._near_in(domain), have):
             part = ring & domain
             if part:
                 yield part
@@ -278,17 +295,18 @@ class _Request:
         if domain:
             yield domain
 
-    def _rings(self, have: int, near: int) -> Iterator[int]:
+    def _rings(self, near: int, have: int) -> Iterator[int]:
         machine, anchor = self.machine, have | self.near
         yield near
         if not self.options.distribute_cores:
             # only siblings of its own threads: the other half of somebody else's core is no good place
             yield _touched(machine.cores, have | near)
-        if not self.options.distribute_numa:
-            yield _touched(machine.uncores, anchor)
-        yield _touched(machine.numa if self.options.distribute_numa else machine.inner, anchor)
-        if not self.options.distribute_numa:
-            yield _touched(machine.outer, anchor)
+        for units in (machine.uncores, machine.inner, machine.outer):
+            yield _touched(units, anchor)
+
+    def _near_in(self, domain: int) -> int:
+        near = self.near & domain
+        return _whole_cores_in(self.machine, near) if self.options.full_cores else near
 
     def _chosen(self, mask: int, count: int) -> int:
         return _choose(self.machine, mask, count, self.options)
