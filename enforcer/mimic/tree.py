@@ -108,8 +108,9 @@ class Tree:
 
     def _mkdir(self, directory: str) -> None:
         if not Path(directory).is_dir():
-            Path(directory).mkdir()
+            # Noted first: an exception of a signal handler may come between the two.
             self._made.append(directory)
+            Path(directory).mkdir()
 
 
 def write(filename: str, text: str) -> None:

@@ -20,7 +20,7 @@ from enforcer.observe import Observer
 from enforcer.status.cpumap import coloured, draw, legend, plain
 from enforcer.status.model import AgentInfo, CPUClass, Figures, Model, Row, RowKind, agent_info, gather
 
-__all__ = ["AgentInfo", "agent_info", "cpu_map", "render", "show", "to_json"]
+__all__ = ["AgentInfo", "agent_info", "cpu_map", "read_agent", "render", "show", "to_json"]
 
 _LEAST_WIDTH: Final = 40
 _MOST_SHARED: Final = 20
@@ -69,7 +69,10 @@ def to_json(view: NodeView, state: State, info: AgentInfo) -> dict[str, Any]:
 
 def show(observer: Observer, config: Config, *, as_json: bool, width: int, colour: bool) -> str:
     """The node as the observer has scanned it, with what the agent says in its state file."""
-    state, info = _load(config, [f"{shown(p)}: {text}" for p, text in observer.problems.items()])
+    notes = [f"{shown(p)}: {text}" for p, text in observer.problems.items()]
+    if not observer.view.slices:
+        notes.append("there is no kubepods cgroup here, nor any of the `roots` in the config")
+    state, info = read_agent(config.state_dir, notes)
     if as_json:
         return json.dumps(to_json(observer.view, state, info), indent=2)
     return render(observer.view, state, info, width=width, colour=colour)
@@ -78,19 +81,22 @@ def show(observer: Observer, config: Config, *, as_json: bool, width: int, colou
 # --- the agent's word
 
 
-def _load(config: Config, notes: list[str]) -> tuple[State, AgentInfo]:
-    """The newer of the two state files (enforce and audit mode write one each); it is only looked at, never moved."""
+def read_agent(folder: Path, notes: list[str]) -> tuple[State, AgentInfo]:
+    """What the agent with this state directory says, and the notes with what is to be said about that.
+
+    The newer of the two state files counts (enforce and audit mode write one each); it is looked at, never moved.
+    """
     present = read_topology().present
-    found = [d for name in ("state.json", "audit.json") if (d := _peek(config.state_dir / name, notes)) is not None]
+    found = [d for name in ("state.json", "audit.json") if (d := _peek(folder / name, notes)) is not None]
     if not found:
-        notes.append(f"no agent has left its state in {config.state_dir}: this is what the cgroups alone say")
+        notes.append(f"no agent has left its state in {folder}: this is what the cgroups alone say")
         return State(), AgentInfo(present=present, notes=tuple(notes))
     document = max(found, key=lambda d: (_runs(d), d.get("started") or 0))
     try:
         state = from_document(document.get("state", {}))
         return state, agent_info(document, running=_runs(document), present=present, notes=notes)
     except (EnforcerError, AttributeError, KeyError, TypeError, ValueError) as error:
-        notes.append(f"the agent's state in {config.state_dir} cannot be used: {error}")
+        notes.append(f"the agent's state in {folder} cannot be used: {error}")
         return State(), AgentInfo(present=present, notes=tuple(notes))
 
 

@@ -1,0 +1,95 @@
+"""The demo on this machine: every check holds, nothing is left behind, also after Ctrl-C; and it does not flatter."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from enforcer.demo import process, run_demo
+from enforcer.kernel.cgroupfs import CgroupFS
+from tests.kernel.conftest import wait_until
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def roots() -> set[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make cgroups")
+    fs = CgroupFS.discover()
+    return {Path(fs.cpuset_root), Path(fs.cpu_root)}
+
+
+def left_over(roots: set[Path], pid: int) -> list[Path]:
+    """Cgroups of the demo with this pid."""
+    return [found for root in roots for found in root.glob(f"cpuset-enforcer-demo-{pid}*")]
+
+
+def folders(pid: int) -> list[Path]:
+    """Temporary folders of the demo with this pid, wherever it may make them."""
+    places = {Path(place) for place in ("/run", "/dev/shm", tempfile.gettempdir())}
+    return [found for place in places for found in place.glob(f"cpuset-enforcer-demo-{pid}-*")]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "enforcer", "demo", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_every_check_holds_and_nothing_is_left(roots: set[Path]) -> None:
+    demo = start("--json")
+    out, err = demo.communicate(timeout=60)
+    found = json.loads(out)
+    assert [check["what"] for check in found["checks"] if not check["held"]] == []
+    assert (demo.returncode, err, found["ok"], found["error"]) == (0, "", True, None)
+    assert len(found["checks"]) >= 25
+    assert left_over(roots, demo.pid) + folders(demo.pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing(roots: set[Path], number: signal.Signals) -> None:
+    demo = start()
+    wait_until(lambda: len(left_over(roots, demo.pid)) == len(roots), "the demo has made its cgroups", 10)
+    demo.send_signal(number)
+    out, err = demo.communicate(timeout=20)
+    assert (demo.returncode, err) == (130, "")
+    assert out.endswith("demo: interrupted; everything it made is removed\n")
+    assert left_over(roots, demo.pid) + folders(demo.pid) == []
+
+
+def test_an_agent_that_does_nothing_fails_the_demo(
+    roots: set[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In audit mode nobody is pinned: the first owner is not one, and the demo says so."""
+    monkeypatch.setattr(process, "MODE", "audit")
+    monkeypatch.setattr("enforcer.demo.stage._PATIENCE", 0.2)
+    assert run_demo(argparse.Namespace(json=True)) == 1
+    found = json.loads(capsys.readouterr().out)
+    failed = {check["what"]: check["found"] for check in found["checks"] if not check["held"]}
+    owner = next(found for what, found in failed.items() if what.startswith("db has ") and what.endswith(" of its own"))
+    assert owner.startswith("it may run on ")
+    assert found["ok"] is False
+    assert left_over(roots, os.getpid()) == []
+
+
+def test_what_a_killed_demo_left_is_swept(roots: set[Path]) -> None:
+    """Its processes died with it; the next demo removes its empty cgroups."""
+    killed = start()
+    wait_until(lambda: len(left_over(roots, killed.pid)) == len(roots), "the demo has made its cgroups", 10)
+    killed.kill()
+    killed.communicate(timeout=20)
+    assert left_over(roots, killed.pid)
+    following = start()
+    wait_until(lambda: left_over(roots, killed.pid) == [], "the next demo has removed them", 10)
+    following.send_signal(signal.SIGINT)
+    following.communicate(timeout=20)
+    assert left_over(roots, following.pid) == []
+    assert folders(killed.pid) == []
