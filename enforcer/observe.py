@@ -290,6 +290,9 @@ class Observer:
         if self._holds_pods(path):
             return self._slice_child(path, child, event.name)
         if self.view.find_pod(path) is not None:
+            if event.kind is Happened.DELETED:
+                self._forget(child)
+                self.view = self.view.without_container(child)
             self.look_at(child)
             return Dirty(frozenset({path}))
         if self.view.find_container(path) is not None:

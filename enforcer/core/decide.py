@@ -201,11 +201,19 @@ def _expire(draft: Draft) -> None:
 
 
 def _learn_foreign(draft: Draft, pods: Iterable[PodView]) -> None:
-    """A set given at birth by somebody else is not ours to write; its CPUs are neither assigned nor shared."""
+    """A set given at birth by somebody else is not ours to write; its CPUs are neither assigned nor shared.
+
+    runc writes the spec's set after the limits (v2): then the container has been given cores already, and gives way.
+    """
     for pod in pods:
         for path, container in pod.containers.items():
-            given = container.given
-            if given and path not in draft.assignments and draft.foreign.get(path) != given:
+            given, mine = container.given, draft.assignments.get(path)
+            if not given or draft.foreign.get(path) == given:
+                continue
+            if mine is None or container.phase is Phase.BIRTH:
+                if mine is not None:
+                    del draft.assignments[path]
+                    draft.touched.add(pod.group.path)
                 draft.foreign[path] = given
                 draft.note("foreign", path, f"was born with CPUs {given} given by somebody else; left alone")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from enforcer.core.allocation import AllocationOptions, take
 from enforcer.core.cpuset import CPUSet
@@ -72,7 +72,8 @@ def _amount(source: str, millicores: int, topology: CPUTopology, usable: CPUSet,
         raise ConfigError(
             f"{source} = {millicores}m is {count} CPUs: nothing is left to give out; containers may use: {usable}"
         )
-    return take(topology, usable, count, options)
+    # The kubelet checks for full cores at admission only (kubernetes policy_static.go), not when it reserves.
+    return take(topology, usable, count, replace(options, full_cores=False))
 
 
 def _shown(cpus: CPUSet) -> str:

@@ -274,6 +274,32 @@ def test_foreign_pinned_container_is_left_alone(fake: FakeCgroup, agents: Made) 
     assert agent.runs_on(theirs) == "6-7"
 
 
+def test_owner_whose_spec_brings_a_set_gives_way(fake: FakeCgroup, agents: Made) -> None:
+    """runc writes the spec's set after the limits on v2, so it may come after our own."""
+    agent = start(fake, agents)
+    path = pod(1)
+    make_pod(fake, path, 2000)
+    agent.pump()
+    theirs = container(path, 1)
+    run(agent, theirs, 101, 2000, cpus="5-6")
+    assert agent.runs_on(theirs) == "5-6"
+    assert agent.state.foreign == {theirs: CPUSet.parse("5-6")}
+    assert agent.state.assignments == {}
+    assert agent.runs_on(guaranteed(agent, 2, 3000)) == "1-3"
+    assert agent.runs_on(besteffort(agent, 9)) == "0,4,7"
+
+
+def test_container_made_anew_under_the_same_path_is_a_birth(fake: FakeCgroup, agents: Made) -> None:
+    """docker restart: the same path again, with whatever the runtime writes into it."""
+    agent = start(fake, agents)
+    owner = guaranteed(agent, 1, 2000)
+    fake.exit(101)
+    fake.rmdir(owner)
+    run(agent, owner, 201, 2000, cpus="0-7")
+    assert agent.runs_on(owner) == "1-2"
+    assert agent.state.drift == {}
+
+
 @pytest.mark.parametrize("racy", [False, True])
 def test_birth_is_held_against_the_runtimes_own_writes(fake: FakeCgroup, agents: Made, racy: bool) -> None:
     agent = start(fake, agents)
