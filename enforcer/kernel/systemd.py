@@ -58,7 +58,7 @@ class Reply:
 
     @property
     def ok(self) -> bool:
-        """systemd took the value; the file has it once the unit has processes or is active."""
+        """systemd took the value. It writes `cpuset.cpus` a moment after this answer, not before."""
         return not self.error
 
     @property
