@@ -31,6 +31,9 @@ from enforcer.mimic import MimicNode
 
 __all__ = ["run_demo"]
 
+# How many times slower than the measured runc the containers are made; more than 1 in an emulated machine.
+PACE = 1.0
+
 _TOP: Final = "cpuset-enforcer-demo-"
 _BREATH: Final = 0.002
 _HELD, _FAILED, _INTERRUPTED = 0, 1, 130
@@ -90,7 +93,7 @@ def _play(fs: CgroupFS, out: Callable[[str], None], breathe: Callable[[], None],
     with ExitStack() as stack:
         prefix = f"{_TOP}{os.getpid()}-"
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=_in_memory())))
-        node = stack.enter_context(MimicNode(fs, f"/{_TOP}{os.getpid()}/kubepods"))
+        node = stack.enter_context(MimicNode(fs, f"/{_TOP}{os.getpid()}/kubepods", pace=PACE))
         # On a few CPUs the default, a whole core, would leave little to show.
         reserved = 'reserved-amount = "500m"' if len(machine.online) <= 4 else ""
         agent = AgentProcess(folder, node.root, reserved)
@@ -165,7 +168,12 @@ def _verdict(checks: list[Check], trouble: str) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise EnforcerError(f"standard output cannot be written: {error.strerror}") from error
 
 
 def _silent(text: str) -> None:

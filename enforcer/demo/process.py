@@ -19,7 +19,7 @@ from enforcer.status import AgentInfo, read_agent
 
 MODE = "enforce"
 
-_READY_WITHIN: Final = 10.0
+_READY_WITHIN: Final = 60.0
 _STOP_WITHIN: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None)

@@ -10,7 +10,7 @@ from typing import Final
 from enforcer.core.cpulimits import amount
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.kubepods import QoSClass
-from enforcer.demo.stage import Actor, Stage
+from enforcer.demo.stage import Actor, Stage, named
 from enforcer.status.model import Names, figures_of, holders
 
 _REPAIRED_WITHIN: Final = 1.0
@@ -56,7 +56,7 @@ class Play:
         stage.enter("batch", QoSClass.BESTEFFORT, 0)
         seconds = stage.agent.start(stage.breathe)
         stage.reserved = stage.agent.says()[1].reserved
-        stage.tell(f"The agent is ready after {_ms(seconds)}. Reserved (shared, never given out): {stage.reserved}.")
+        stage.tell(f"The agent is ready after {_ms(seconds)}. Reserved, shared but never given out: {stage.reserved}.")
         stage.check_pool()
         stage.show()
 
@@ -145,7 +145,7 @@ class Play:
         assert self.second is not None
         stage, late = self.stage, self.second
         late.app.stop()
-        stage.tell(f"late's container has gone, its pod has not: {late.own} is held for it.")
+        stage.tell(f"late's container has gone, its pod has not: {named(late.own)} held for it.")
         stage.check_alone(lasting=True)
         late.app = late.pod.container(milli=late.app.spec.milli)
         stage.check_owner(late, len(late.own), keeps=late.own)

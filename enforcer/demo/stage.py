@@ -20,6 +20,9 @@ from enforcer.mimic import MimicContainer, MimicNode, MimicPod
 from enforcer.observe import Observer
 from enforcer.status import cpu_map
 
+_CLASSES: Final = {
+    QoSClass.GUARANTEED: "Guaranteed", QoSClass.BURSTABLE: "Burstable", QoSClass.BESTEFFORT: "BestEffort",
+}  # fmt: skip
 _PATIENCE: Final = 4.0
 _LASTING: Final = 0.3
 _FILE_DELAY: Final = 0.5
@@ -99,7 +102,7 @@ class Stage:
         for line in cpu_map(view, state, info, width=self._width - 5, colour=self._colour).splitlines():
             self._say(f"     {line}")
         for actor in self.actors:
-            kind = actor.pod.qos.value.capitalize()
+            kind = _CLASSES[actor.pod.qos]
             words = f"{actor.name:<6} {kind:<10} pod {actor.pod.uid[:8]}  asks {actor.asked:<6}"
             self._say(f"     {words}  runs on {actor.app.affinity()}")
 
@@ -179,7 +182,7 @@ class Stage:
         """No process may run on a CPU that another one owns."""
         owned = self.owned()
         check = self.check_lasts if lasting else self.check
-        check(f"no other process may run on {owned}", lambda: self._stranger(owned))
+        check(f"no other process may run on {named(owned)}", lambda: self._stranger(owned))
 
     def check_pool(self) -> None:
         """Every container without CPUs of its own has exactly the shared pool."""
@@ -199,3 +202,8 @@ class Stage:
             if not actor.own and actor.app.affinity() != self.pool:
                 return f"{actor.name} may run on {actor.app.affinity()}"
         return None
+
+
+def named(cpus: CPUSet) -> str:
+    """"CPU 1", "CPUs 2-3", "no CPU"."""
+    return f"CPU{'s' if len(cpus) > 1 else ''} {cpus}" if cpus else "no CPU"
