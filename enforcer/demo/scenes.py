@@ -121,24 +121,29 @@ class Play:
     def resize(self) -> None:
         """Grown: the old CPUs and more. Shrunk: some of the old. A fraction: none."""
         assert self.second is not None
-        stage, late = self.stage, self.second
-        size = len(late.own)
         if self.spare:
-            had = late.own
-            late.pod.resize(late.app, 1000 * (size + 1))
-            stage.tell(f"late grows from {amount(1000 * size)} to {amount(1000 * (size + 1))}: it keeps what it has.")
-            stage.check_owner(late, size + 1, keeps=had)
-            late.pod.resize(late.app, 1000 * size)
-            stage.tell(f"And it shrinks again to {amount(1000 * size)}.")
-            stage.check_owner(late, size, within=late.own)
-        late.pod.resize(late.app, 1000 * size + 500)
-        stage.tell(f"late asks for {late.asked}, no whole number. Once that has stood for 2 s, its CPUs go to all.")
-        late.own = EMPTY
+            self._grow_and_shrink(self.second)
+        self._fraction_and_back(self.second)
+        self.stage.show()
+
+    def _grow_and_shrink(self, actor: Actor) -> None:
+        stage, had, size = self.stage, actor.own, len(actor.own)
+        actor.pod.resize(actor.app, 1000 * (size + 1))
+        stage.tell(f"{actor.name} grows from {amount(1000 * size)} to {amount(1000 * (size + 1))}: it keeps what it has.")
+        stage.check_owner(actor, size + 1, keeps=had)
+        actor.pod.resize(actor.app, 1000 * size)
+        stage.tell(f"And it shrinks again to {amount(1000 * size)}.")
+        stage.check_owner(actor, size, within=actor.own)
+
+    def _fraction_and_back(self, actor: Actor) -> None:
+        stage, size = self.stage, len(actor.own)
+        actor.pod.resize(actor.app, 1000 * size + 500)
+        stage.tell(f"{actor.name} asks for {actor.asked}, no whole number. After 2 s like that, its CPUs go to all.")
+        actor.own = EMPTY
         stage.check_pool()
-        late.pod.resize(late.app, 1000 * size)
-        stage.tell(f"late asks for {late.asked} again.")
-        stage.check_owner(late, size)
-        stage.show()
+        actor.pod.resize(actor.app, 1000 * size)
+        stage.tell(f"{actor.name} asks for {actor.asked} again.")
+        stage.check_owner(actor, size)
 
     def restart(self) -> None:
         """Held while it is away, back from its first instruction."""
