@@ -129,10 +129,10 @@ class Play:
     def _grow_and_shrink(self, actor: Actor) -> None:
         stage, had, size = self.stage, actor.own, len(actor.own)
         actor.pod.resize(actor.app, 1000 * (size + 1))
-        stage.tell(f"{actor.name} grows from {amount(1000 * size)} to {amount(1000 * (size + 1))}: it keeps what it has.")
+        stage.tell(f"{actor.name} grows from {amount(1000 * size)} to {actor.asked}: it keeps what it has.")
         stage.check_owner(actor, size + 1, keeps=had)
         actor.pod.resize(actor.app, 1000 * size)
-        stage.tell(f"And it shrinks again to {amount(1000 * size)}.")
+        stage.tell(f"And it shrinks again to {actor.asked}.")
         stage.check_owner(actor, size, within=actor.own)
 
     def _fraction_and_back(self, actor: Actor) -> None:
