@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from errno import EACCES, EBUSY, EINVAL, EIO, ENODEV, ENOENT, ENOSPC, ERANGE, EROFS
+from errno import EACCES, EBUSY, EINVAL, EIO, ENODEV, ENOENT, ENOSPC, EOPNOTSUPP, ERANGE, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -507,6 +507,7 @@ def test_v2_the_first_level_that_refuses_is_told_with_its_processes(tmp_path: Pa
     fs = tree(tmp_path, {"kubepods": {"subtree_control": "cpu", "pod1": pod}}, 2).fs
     steps = fs.enable_cpuset(C1)
     assert steps == [EnableStep("/kubepods", None), EnableStep(POD, EBUSY, (41, 42))]
+    assert [path for path, _, _ in fs.log] == ["/kubepods"], "with threaded controllers only the kernel might take it"
     assert [step.ok for step in steps] == [True, False]
     assert describe(steps[0]) == "/kubepods: cpuset in cgroup.subtree_control: switched on"
     assert "refused (EBUSY), processes sit in this cgroup itself: 41, 42; move them" in describe(steps[1])
@@ -640,9 +641,13 @@ def test_the_made_kernel_refuses_as_the_real_one(tmp_path: Path) -> None:
             fake.write("/", "cpuset.cpus", "0")
         assert caught.value.errno == code
     v1.mkdir("/fresh")
+    (tmp_path / "3").mkdir()
+    mixed = tree(tmp_path / "3", {"a": {"subtree_control": "cpuset", "b": {}}}, 2)
+    mixed.attach("/a", 8)  # taken, as no controller but threaded ones is on; makes b "domain invalid"
     for act, expected in (
         (lambda: v1.attach("/fresh", 9), ENOSPC),
         (lambda: v2.attach(POD, 9), EBUSY),
+        (lambda: mixed.attach("/a/b", 9), EOPNOTSUPP),
         (lambda: v1.rmdir(C1), EBUSY),
         (lambda: v2.rmdir("/kubepods"), EBUSY),
         (lambda: v1.write(C1, "cpuset.cpus", "3-1"), EINVAL),
