@@ -40,8 +40,8 @@ class Ticker(Protocol):
     def due(self) -> float:
         """When, in seconds of the loop's clock."""
 
-    def tick(self) -> None:
-        """Does it, if it is due."""
+    def tick(self) -> Dirty:
+        """Does it, if it is due; says what has to be looked at then."""
 
 
 @dataclass
@@ -135,16 +135,17 @@ class Agent:
 
     def _timers(self) -> None:
         now = self.clock()
+        ticked: frozenset[str] = frozenset()
         for ticker in self.tickers:
-            ticker.tick()
+            ticked |= ticker.tick().pods
         if self._reload_asked:
             self._reload_asked = False
             self.reload()
             self._wanted = True
         _, births = self.reconciler.observer.due_births()
-        for pod in births:
+        for pod in births | ticked:
             self.reconciler.observer.look(pod)
-        due = births | self.reconciler.due_pods()
+        due = births | ticked | self.reconciler.due_pods()
         if due:
             self._hot(due)
         if now >= self.reconciler.wake_at:

@@ -50,8 +50,9 @@ EVERYTHING: Final = Dirty(everything=True)
 class Observer:
     """The node as last seen, and how to look again.
 
-    `ours(path, cpus)` says whether a set is one that we wrote there lately; `comm(pid)` names a process, None when it
-    has gone; `clock` is monotonic, in seconds. `watcher` None: only scans (status, audit, simulate).
+    `ours(path, cpus)` says whether a set is one that we wrote there lately, `lags(path)` whether systemd may still be
+    writing one; `comm(pid)` names a process, None when it has gone; `clock` is monotonic, in seconds. `watcher` None:
+    only scans (status, audit, simulate).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Observer:
         watcher: Watcher | None = None,
         roots: tuple[str, ...] = (),
         ours: Callable[[str, CPUSet], bool] = lambda path, cpus: False,
+        lags: Callable[[str], bool] = lambda path: False,
         hold_seconds: float = 10.0,
     ) -> None:
         self._fs = fs
@@ -72,6 +74,7 @@ class Observer:
         self._watcher = watcher
         self._roots = roots
         self._ours = ours
+        self._lags = lags
         self._hold_seconds = hold_seconds
         self._first = True
         self._births: dict[str, float] = {}
@@ -261,7 +264,10 @@ class Observer:
         return self._file(path, event.name)
 
     def look(self, pod_path: str) -> None:
-        """Looks at one pod again, or for it."""
+        """Looks at one pod again, or for it; at a slice of pods its own set only."""
+        if pod_path in self.view.slices:
+            self._slice_file(pod_path)
+            return
         holder = self.view.slices.get(parent_of(pod_path))
         if holder is not None:
             self._look_at_pod(pod_path, holder.qos, pod_path.rpartition("/")[2])
@@ -385,7 +391,10 @@ class Observer:
             return None
         if cpus is None and not self._fs.exists(path):
             return None
-        return Group(path, cpus, effective or EMPTY)
+        return Group(path, cpus, effective or EMPTY, bool(cpus) and self._is_echo(path, cpus or EMPTY))
+
+    def _is_echo(self, path: str, cpus: CPUSet) -> bool:
+        return self._lags(path) and self._ours(path, cpus)
 
     def _limits(self, path: str) -> CPULimits | None:
         try:

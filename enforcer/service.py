@@ -126,6 +126,7 @@ class Service:
             watcher=self._watcher,
             roots=self.config.roots,
             ours=self._applier.wrote_lately,
+            lags=lambda path: self._units is not None and self._units.lags(path),
             hold_seconds=self.config.hold,
         )
         for _ in self._observer.scan():

@@ -18,8 +18,8 @@ def blocked(draft: Draft, target: Target) -> bool:
     """Counts a foreign write if the target's cgroup shows one; True when its repair has to wait.
 
     The last value that we wrote and read back is the yardstick, so it does not matter which event told of the write,
-    or whether one did. Not drift: a birth (the runtime still writes), a CPU that the kernel took (cgroup v1 removes an
-    offline CPU from cpuset.cpus for good), and a set that we never wrote.
+    or whether one did. Not drift: a birth (the runtime still writes), an echo (systemd still writes an older set of
+    ours), a CPU that the kernel took (cgroup v1 removes an offline CPU for good), and a set that we never wrote.
     """
     path = target.group.path
     ours = draft.written.get(path)
@@ -28,7 +28,7 @@ def blocked(draft: Draft, target: Target) -> bool:
     if record is not None and record.conflict and draft.now < record.quiet_until:
         draft.look_again(record.quiet_until)
         return found != target.cpus
-    if ours is None or target.newborn or found == ours or found == ours & draft.view.online:
+    if ours is None or target.newborn or target.group.echo or found == ours or found == ours & draft.view.online:
         if record is not None and record.conflict and draft.now > record.quiet_until + draft.policy.drift_window:
             draft.drift[path] = replace(record, conflict=False, repairs=())
             draft.note("conflict-over", path, "nobody else has written to it for a while")

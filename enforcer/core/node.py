@@ -38,11 +38,13 @@ class Group:
 
     `cpus` is the content of cpuset.cpus: None when the file is not there (v2 without the controller), empty when
     nothing is set (v2: inherits; v1: not filled yet). `effective` is what the kernel grants (v1: the same as cpus).
+    `echo`: systemd is still writing what we told it a moment ago, so an older set of ours in there is no drift.
     """
 
     path: str
     cpus: CPUSet | None = None
     effective: CPUSet = EMPTY
+    echo: bool = False
 
     @property
     def configured(self) -> bool:
