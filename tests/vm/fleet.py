@@ -19,7 +19,8 @@ from .guest import SHARE, Guest, GuestError, GuestSpec, Kind, boot
 RESULT_LINE: Final = "@@test "
 # Of the repository, what tests in a guest need.
 _TREES: Final = ("enforcer", "bpf", "tests")
-_HIDDEN: Final = ("/tmp", "/run", "/dev", "/proc", "/sys")
+_HIDDEN: Final = ("/run", "/dev", "/proc", "/sys")
+_MOVED: Final = {"/tmp/": "/run/host/tmp/"}  # by guest-init
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +136,7 @@ def _visible_python() -> str:
     """This interpreter, as a plain guest sees it in the host's root."""
     if sys.executable.startswith(tuple(f"{folder}/" for folder in _HIDDEN)):
         raise GuestError(f"a guest cannot see {sys.executable}: it has its own {', '.join(_HIDDEN)}")
+    for here, there in _MOVED.items():
+        if sys.executable.startswith(here):
+            return there + sys.executable.removeprefix(here)
     return sys.executable

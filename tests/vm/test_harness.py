@@ -151,8 +151,8 @@ def test_a_result_line_is_read_back() -> None:
 
 
 def test_python_that_a_plain_guest_cannot_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/tmp/venv/bin/python")
-    with pytest.raises(GuestError, match="cannot see /tmp/venv/bin/python"):
+    monkeypatch.setattr(sys, "executable", "/run/venv/bin/python")
+    with pytest.raises(GuestError, match="cannot see /run/venv/bin/python"):
         inside_command("plain")
 
 
