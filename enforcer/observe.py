@@ -114,10 +114,16 @@ class Observer:
                 if is_root_candidate(path):
                     found.append(path)
         for path in self._roots:
-            self._watch(parent_of(path))
+            self._watch_above(path)
             if path not in found and self._fs.exists(path):
                 found.append(path)
         return [path for path in found if self._is_trusted(path)]
+
+    def _watch_above(self, path: str) -> None:
+        """All that is there on the way to a configured root, which may be made level by level."""
+        while path != "/":
+            path = parent_of(path)
+            self._watch(path)
 
     def _is_trusted(self, path: str) -> bool:
         """A kubepods that a user's session or a container made would take all cores."""
