@@ -206,6 +206,12 @@ def _compact(machine: Hierarchy, mask: int, count: int) -> int:
     return taken | lowest(mask, count)
 
 
+def _spread(machine: Hierarchy, mask: int) -> tuple[int, ...]:
+    """How many units a set touches, the outer ones first."""
+    levels = (machine.outer, machine.inner, machine.uncores, machine.cores)
+    return tuple(sum(1 for unit in units if unit & mask) for units in levels)
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """An allocation that is bound to CPUs it has, had or is hinted at. All masks; `hinted` is -1 without a hint."""
@@ -317,4 +323,8 @@ class _Request:
             return _exact(core_order(self.machine, mask), count)
         if self.options.distribute_numa or self.options.distribute_cores:
             return self._chosen(mask, count)
-        return _compact(self.machine, mask, count) if count else 0
+        if not count:
+            return 0
+        # Neither is best on every set: greed by level splits cores, the kubelet's order spans more units.
+        parts = (_compact(self.machine, mask, count), self._chosen(mask, count))
+        return min(parts, key=lambda part: _spread(self.machine, part))

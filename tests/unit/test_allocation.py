@@ -444,3 +444,12 @@ def test_every_count_with_every_option_on_a_real_machine(name: str) -> None:
 def test_a_negative_count_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="cannot take -1 CPUs"):
         take(TWO_NODES, TWO_NODES.cpus, -1)
+
+
+def test_shrink_keeps_whole_cores_together() -> None:
+    """Two nodes are spanned either way; then two whole cores are better than three touched ones."""
+    topology = CPUTopology.from_rows((cpu, cpu // 2 * 2, cpu // 4, cpu // 4, cpu // 4) for cpu in range(8))
+    keep = CPUSet.parse("2-3,5-7")
+    assert take(topology, keep, 4, keep=keep) == CPUSet.parse("2-3,6-7")
+    assert take(topology, keep, 3, keep=keep) == CPUSet.parse("5-7")
+    assert take(topology, keep, 2, keep=keep) in (CPUSet.parse("2-3"), CPUSet.parse("6-7"))
