@@ -40,7 +40,7 @@ class FakeAgent:
 
     def __init__(
         self, fake: FakeCgroup, *, reserved: str = "0", state: State | None = None, dry: bool = False,
-        now: float = 1000.0, **policy: object,
+        now: float = 1000.0, threads: int = 1, **policy: object,
     ) -> None:
         self.fake = fake
         self.now = now
@@ -49,7 +49,7 @@ class FakeAgent:
         self.applier = Applier(fake.fs, fake.possible, lambda seconds: None, None, dry=dry)
         self.watcher = Watcher(FILES)
         self.observer = Observer(
-            fake.fs, machine(fake.online), lambda: self.now, lambda pid: self.comms.get(pid, "app"),
+            fake.fs, machine(fake.online, threads), lambda: self.now, lambda pid: self.comms.get(pid, "app"),
             watcher=self.watcher, ours=self.applier.wrote_lately,
         )  # fmt: skip
         for _ in self.observer.scan():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from enforcer.core.allocation import AllocationOptions
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.state import from_document, to_document
 from tests.fakefs.cgroup_tree import FakeCgroup, create_like_runc, tree
@@ -403,6 +404,16 @@ def test_strict_reservation_never_empties_the_pool(fake: FakeCgroup, agents: Mad
     assert big in agent.state.unsatisfied
     assert agent.runs_on(guaranteed(agent, 2, 6000)) == "1-6"
     assert agent.runs_on(other) == "7"
+
+
+def test_full_cores_when_asked(fake: FakeCgroup, agents: Made) -> None:
+    agent = start(fake, agents, reserved="0", threads=2, options=AllocationOptions(full_cores=True))
+    owners = [guaranteed(agent, n, 2000) for n in (1, 2, 3)]
+    assert [agent.runs_on(one) for one in owners] == ["2-3", "4-5", "6-7"]
+    single = guaranteed(agent, 4, 1000)
+    assert "multiple" in agent.state.unsatisfied[single].why
+    assert agent.runs_on(single) == "0-1"
+    assert guaranteed(agent, 5, 2000) in agent.state.unsatisfied, "CPU 1 alone is no core"
 
 
 def test_ebusy_nested_child_is_narrowed_first(tmp_path: Path, agents: Made) -> None:
