@@ -19,6 +19,7 @@ from enforcer.core.adopt import adopt, foreign_owners
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import CannotWorkHereError, ConfigError, EnforcerError
 from enforcer.core.kubepods import shown
+from enforcer.core.node import NodeView
 from enforcer.core.policy import Policy
 from enforcer.core.reserved import resolve_reserved
 from enforcer.core.state import State, from_document, to_document
@@ -83,6 +84,23 @@ def connect_units(fs: CgroupFS, clock: Callable[[], float]) -> UnitSync | None:
         return None
 
 
+def left_behind(view: NodeView, recorded: State) -> str:
+    """What an agent before us left narrow, for whoever takes over: "" for nothing.
+
+    A kubelet's own exclusive set has no effect where a slice above it is narrower (v2).
+    """
+    narrow = [one.group for one in view.slices.values()] + [pod.group for pod in view.pods()]
+    sets = {g.path: g.cpus for g in narrow if g.cpus and g.cpus < view.allowed}
+    for _pod, container in view.containers():
+        cpus, path = container.group.cpus, container.group.path
+        if cpus and cpus == recorded.written.get(path):
+            sets[path] = cpus
+    if not sets:
+        return ""
+    named = ", ".join(f"{label(path)} ({cpus})" for path, cpus in list(sets.items())[:5])
+    return f"{len(sets)} cgroups are still narrow, among them {named}: `cpuset-enforcer reset` gives them back"
+
+
 class Service:
     """Everything of one `run`. `load_config` reads the config again (SIGHUP).
 
@@ -100,8 +118,6 @@ class Service:
         self._guard = KubeletGuard(config.kubelet_root, config.kubelet_config_path)
         self._enforcing = config.mode is Mode.ENFORCE
         self._left = ""
-        if self._enforcing:
-            self._refuse(self._guard.reason())
         self._units: UnitSync | None = None
         self._writers: WriterWatch | None = None
         self._hotplug: HotplugMonitor | None = None
@@ -131,6 +147,8 @@ class Service:
         )
         for _ in self._observer.scan():
             pass
+        if self._enforcing:
+            self._refuse(self._guard.reason())
         policy = self._policy(self.config)
         state = self._start_state(policy)
         self._open_sources(state)
@@ -240,10 +258,10 @@ class Service:
 
     # what must not be fought
 
-    @staticmethod
-    def _refuse(reason: str | None) -> None:
+    def _refuse(self, reason: str | None) -> None:
         if reason:
-            raise CannotWorkHereError(f"refusing to enforce: {reason}")
+            left = left_behind(self._observer.view, load_state(self.config, self._boot_id)[0])
+            raise CannotWorkHereError(f"refusing to enforce: {reason}", hint=left)
 
     def _other_manager(self, state: State, policy: Policy) -> str | None:
         others = foreign_owners(self._observer.view, state, policy)

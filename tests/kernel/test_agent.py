@@ -206,6 +206,20 @@ def test_static_kubelet_is_not_fought(node: MimicNode, agent: Start, tmp_path: P
     state.unlink()
 
 
+def test_refused_start_names_what_was_left_narrow(node: MimicNode, agent: Start, tmp_path: Path) -> None:
+    running = agent()
+    _, owner = one_cpu(node)
+    settles(owner, "1", "owner")
+    running.end()
+    (tmp_path / "kubelet").mkdir()
+    (tmp_path / "kubelet/cpu_manager_state").write_text('{"policyName":"static","defaultCpuSet":"0-1","checksum":0}')
+    running.launch()
+    assert running.wait() == 3
+    assert f"container {owner.id[:12]} (1)" in running.log()
+    assert "`cpuset-enforcer reset` gives them back" in running.log()
+    assert owner.affinity() == cpus("1")
+
+
 def test_other_cpu_manager_is_not_fought(node: MimicNode, agent: Start) -> None:
     # Two CPUs asked for and one given: nothing that an agent of ours could have left behind.
     pod = node.pod(GUARANTEED, "theirs", milli=2000)
