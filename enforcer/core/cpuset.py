@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Final
 
 from enforcer.core.errors import CPUSetSyntaxError
@@ -51,11 +52,7 @@ class CPUSet:
         "" is the empty set. Pieces may overlap and stand in any order, as the kernel accepts them; a range that goes
         down, an empty piece or anything else raises CPUSetSyntaxError.
         """
-        text = text.strip()
-        mask = 0
-        for piece in text.split(",") if text else ():
-            mask |= _parse_range(piece, text)
-        return cls.from_mask(mask)
+        return cls.from_mask(_parse_list(text.strip()))
 
     @classmethod
     def parse_mask(cls, text: str) -> CPUSet:
@@ -79,18 +76,7 @@ class CPUSet:
 
     def __str__(self) -> str:
         """In the kernel's list format, shortest form ("0-3,8"); "" for the empty set."""
-        pieces = []
-        mask = self.mask
-        base = 0
-        while mask:
-            zeros = (mask & -mask).bit_length() - 1
-            mask >>= zeros
-            base += zeros
-            run = (~mask & (mask + 1)).bit_length() - 1
-            pieces.append(str(base) if run == 1 else f"{base}-{base + run - 1}")
-            mask >>= run
-            base += run
-        return ",".join(pieces)
+        return _list_text(self.mask)
 
     def __repr__(self) -> str:
         return f"CPUSet({str(self)!r})"
@@ -168,6 +154,30 @@ def union(sets: Iterable[CPUSet]) -> CPUSet:
     for one in sets:
         mask |= one.mask
     return CPUSet.from_mask(mask)
+
+
+# A node has few different sets and reads and writes each of them very often.
+@lru_cache(maxsize=1024)
+def _parse_list(text: str) -> int:
+    mask = 0
+    for piece in text.split(",") if text else ():
+        mask |= _parse_range(piece, text)
+    return mask
+
+
+@lru_cache(maxsize=1024)
+def _list_text(mask: int) -> str:
+    pieces = []
+    base = 0
+    while mask:
+        zeros = (mask & -mask).bit_length() - 1
+        mask >>= zeros
+        base += zeros
+        run = (~mask & (mask + 1)).bit_length() - 1
+        pieces.append(str(base) if run == 1 else f"{base}-{base + run - 1}")
+        mask >>= run
+        base += run
+    return ",".join(pieces)
 
 
 def _parse_range(piece: str, text: str) -> int:
