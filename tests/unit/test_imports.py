@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "enforcer"
 LEVELS = (
     {"core"},
     {"kernel", "runtimes", "tracing", "config"},
-    {"observe", "names", "apply", "audit", "checkpoint", "metrics", "journal", "lock"},
-    {"reconcile", "guard", "units"},
+    {"observe", "names", "apply", "audit", "checkpoint", "metrics", "exporter", "tally", "journal", "lock"},
+    {"reconcile", "guard", "units", "child"},
     {"agent"},
     {"service"},
     {"cli", "demo", "mimic", "status", "__main__"},
