@@ -10,8 +10,8 @@ from typing import Final
 from enforcer.core.cpulimits import amount
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.kubepods import QoSClass
-from enforcer.demo.stage import Actor, Stage, named
-from enforcer.status.model import Names, figures_of, holders
+from enforcer.demo.stage import Actor, Stage
+from enforcer.status.model import Names, figures_of, holders, named
 
 _REPAIRED_WITHIN: Final = 1.0
 

@@ -12,6 +12,7 @@ from enforcer.core.cpulimits import amount
 from enforcer.core.cpuset import EMPTY, CPUSet, union
 from enforcer.core.kubepods import QoSClass
 from enforcer.core.node import NodeView
+from enforcer.core.state import State
 from enforcer.demo.process import AgentProcess
 from enforcer.kernel import procfs
 from enforcer.kernel.cgroupfs import CgroupFS
@@ -19,13 +20,14 @@ from enforcer.kernel.sysfs import Machine
 from enforcer.mimic import MimicContainer, MimicNode, MimicPod
 from enforcer.observe import Observer
 from enforcer.status import cpu_map
+from enforcer.status.model import named
 
 _CLASSES: Final = {
     QoSClass.GUARANTEED: "Guaranteed", QoSClass.BURSTABLE: "Burstable", QoSClass.BESTEFFORT: "BestEffort",
 }  # fmt: skip
 _PATIENCE: Final = 4.0
 _LASTING: Final = 0.3
-_FILE_DELAY: Final = 0.5
+_FILE_DELAY: Final = 2.0
 
 # None: it is so. Else what is found instead.
 Condition = Callable[[], str | None]
@@ -92,19 +94,23 @@ class Stage:
 
     def show(self) -> None:
         """The CPU map as the agent and the kernel have it, and each pod's process by the kernel's word."""
-        view = self.view()
-        state, info = self.agent.says()
         deadline = time.monotonic() + _FILE_DELAY
         # Its state file is written a moment after the cgroups.
-        while time.monotonic() < deadline and union(a.cpus for a in state.assignments.values()) != self.owned():
+        while self._behind(self.agent.says()[0]) and time.monotonic() < deadline:
             self.breathe()
-            state, info = self.agent.says()
+        view, (state, info) = self.view(), self.agent.says()
         for line in cpu_map(view, state, info, width=self._width - 5, colour=self._colour).splitlines():
             self._say(f"     {line}")
         for actor in self.actors:
             kind = _CLASSES[actor.pod.qos]
             words = f"{actor.name:<6} {kind:<10} pod {actor.pod.uid[:8]}  asks {actor.asked:<6}"
             self._say(f"     {words}  runs on {actor.app.affinity()}")
+
+    def _behind(self, state: State) -> bool:
+        """Whether it names other owners than were seen, or pods that are gone."""
+        owners = {actor.app.path: actor.own for actor in self.actors if actor.own}
+        pods = {actor.pod.path for actor in self.actors}
+        return {path: a.cpus for path, a in state.assignments.items()} != owners or not state.held.keys() <= pods
 
     def view(self) -> NodeView:
         """The demo's tree as it is now."""
@@ -202,8 +208,3 @@ class Stage:
             if not actor.own and actor.app.affinity() != self.pool:
                 return f"{actor.name} may run on {actor.app.affinity()}"
         return None
-
-
-def named(cpus: CPUSet) -> str:
-    """"CPU 1", "CPUs 2-3", "no CPU"."""
-    return f"CPU{'s' if len(cpus) > 1 else ''} {cpus}" if cpus else "no CPU"

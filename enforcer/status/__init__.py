@@ -50,7 +50,12 @@ def to_json(view: NodeView, state: State, info: AgentInfo) -> dict[str, Any]:
     model = gather(view, state, info)
     figures = model.figures
     return {
-        "agent": {"mode": info.mode or None, "running": info.running, "pid": info.pid or None},
+        "agent": {
+            "mode": info.mode or None,
+            "running": info.running,
+            "pid": info.pid or None,
+            "left_enforce": info.left_enforce or None,
+        },
         "cgroup_version": view.version,
         "figures": {name: str(getattr(figures, name)) for name in Figures.__slots__},
         "counts": {name: len(getattr(figures, name)) for name in Figures.__slots__},
@@ -87,11 +92,14 @@ def read_agent(folder: Path, notes: list[str]) -> tuple[State, AgentInfo]:
     The newer of the two state files counts (enforce and audit mode write one each); it is looked at, never moved.
     """
     present = read_topology().present
-    found = [d for name in ("state.json", "audit.json") if (d := _peek(folder / name, notes)) is not None]
+    before = len(notes)
+    found = [one for name in ("state.json", "audit.json") if (one := _peek(folder / name, notes)) is not None]
     if not found:
-        notes.append(f"no agent has left its state in {folder}: this is what the cgroups alone say")
+        why = "" if len(notes) > before else f"no agent has left its state in {folder}: "
+        notes.append(f"{why}this is what the cgroups alone say")
         return State(), AgentInfo(present=present, notes=tuple(notes))
-    document = max(found, key=lambda d: (_runs(d), d.get("started") or 0))
+    # One that changed its mode left a file of either: the later one is what it does now.
+    _, document = max(found, key=lambda one: (_runs(one[1]), one[0]))
     try:
         state = from_document(document.get("state", {}))
         return state, agent_info(document, running=_runs(document), present=present, notes=notes)
@@ -100,10 +108,15 @@ def read_agent(folder: Path, notes: list[str]) -> tuple[State, AgentInfo]:
         return State(), AgentInfo(present=present, notes=tuple(notes))
 
 
-def _peek(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
+def _peek(path: Path, notes: list[str]) -> tuple[int, Mapping[str, Any]] | None:
+    """(when it was written, its document); None and a note where it cannot be used."""
     try:
-        whole = json.loads(path.read_bytes())
+        written, whole = path.stat().st_mtime_ns, json.loads(path.read_bytes())
     except FileNotFoundError:
+        return None
+    except PermissionError:
+        if (note := f"what the agent says in {path.parent} is for root only: try sudo") not in notes:
+            notes.append(note)
         return None
     except (OSError, ValueError) as error:
         notes.append(f"{path} cannot be read: {error}")
@@ -112,8 +125,7 @@ def _peek(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
     if not ours or whole.get("version") != VERSION or whole.get("boot_id") != procfs.boot_id():
         notes.append(f"{path} is not used: it is of another version, of another boot, or not ours")
         return None
-    document: Mapping[str, Any] = whole["document"]
-    return document
+    return written, whole["document"]
 
 
 def _runs(document: Mapping[str, Any]) -> bool:
@@ -133,11 +145,14 @@ def _runs(document: Mapping[str, Any]) -> bool:
 def _head(model: Model, width: int) -> list[str]:
     info = model.info
     if not info.mode:
-        first = "no agent"
+        first = "no word of an agent"
+    elif info.running:
+        first = f"mode {info.mode}, running, pid {info.pid}"
     else:
-        runs = f"running, pid {info.pid}" if info.running else "NOT running: what it pinned stays as it is"
-        first = f"mode {info.mode}, {runs}"
+        first = f"mode {info.mode}, NOT running" + (": what it pinned stays as it is" if model.enforced else "")
     lines = [f"{first}; cgroup v{model.view.version}"]
+    if info.left_enforce:
+        lines.append(f"it has left enforce: {info.left_enforce}")
     if info.mode == "audit":
         lines.append(f"audit: nothing is written; owners are what enforce would make ({info.would_write} writes)")
     return [line for text in (*lines, *info.notes) for line in _wrapped(text, width, "")]
@@ -161,7 +176,9 @@ def _figures(model: Model, width: int) -> list[str]:
         texts.append("reserved CPUs are not shared (strict-cpu-reservation)")
     if info.drift_repairs:
         texts.append(f"{info.drift_repairs} foreign writes repaired")
-    return _wrapped(";  ".join(texts), width, "")
+    # A figure stays on one line with its name.
+    whole = (text.replace(" ", "\xa0") for text in texts)
+    return [line.replace("\xa0", " ") for line in _wrapped(";  ".join(whole), width, "")]
 
 
 def _problems(model: Model, width: int) -> list[str]:
@@ -219,7 +236,10 @@ def _line(row: Sequence[str], sizes: Sequence[int], width: int) -> Iterator[str]
         yield f"{left}  {first}".rstrip()
         yield from (" " * (len(left) + 2) + line for line in more)
         return
-    yield from textwrap.wrap("  ".join(cell for cell in cells if cell), width, subsequent_indent="    ")
+    if len(left) <= width:
+        yield left.rstrip()
+    else:
+        yield from textwrap.wrap("  ".join(cell for cell in cells if cell), width, subsequent_indent="    ")
     yield from textwrap.wrap(why, width, initial_indent="    ", subsequent_indent="    ")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from enforcer.core.cpulimits import CPULimits, amount
+from enforcer.core.cpulimits import CPULimits, amount, whole_cpus
 from enforcer.core.cpuset import EMPTY, CPUSet, union
 from enforcer.core.kubepods import shown
 from enforcer.core.node import ContainerView, NodeView, PodView, Role
@@ -21,7 +21,8 @@ _MOST_NAMED: Final = 3
 @dataclass(frozen=True, slots=True)
 class AgentInfo:
     """What the agent says beside its State. `mode` "": there is no word of an agent. `present`: CPUs of the machine,
-    offline ones included. `conflicts`: cgroup -> (the set somebody else writes, how often it was repaired)."""
+    offline ones included. `conflicts`: cgroup -> (the set somebody else writes, how often it was repaired).
+    `left_enforce`: why it gave everything back and only audits now."""
 
     mode: str = ""
     running: bool = False
@@ -33,6 +34,7 @@ class AgentInfo:
     drift_repairs: int = 0
     retrying: int = 0
     would_write: int = 0
+    left_enforce: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -50,6 +52,7 @@ def agent_info(document: Mapping[str, Any], *, running: bool, present: CPUSet, n
         drift_repairs=int(state.get("drift_repairs", 0)),
         retrying=int(document.get("retrying", 0)),
         would_write=len(document.get("would_write", {})),
+        left_enforce=str(document.get("left_enforce") or ""),
         notes=tuple(notes),
     )
 
@@ -219,14 +222,19 @@ def figures_of(view: NodeView, state: State, info: AgentInfo) -> Figures:
 
 
 def holders(state: State, figures: Figures, names: Names, *, without: str = "") -> list[str]:
-    """Who has which CPUs, in words ("3 by pod 0a1b2c3d container ..."); the cgroup `without` is left out."""
+    """Who has which CPUs, in words ("CPU 3 by pod 0a1b2c3d container ..."); the cgroup `without` is left out."""
     found = [(a.cpus, f"by {names.of(path)}") for path, a in state.assignments.items() if path != without and a.cpus]
     for pod, holds in state.held.items():
         found += [(h.cpus, _hold_text(names.of(pod), claim=h.claim)) for h in holds]
     found += [(cpus, f"by {names.of(path)}, pinned by somebody else") for path, cpus in state.foreign.items()]
     found.sort(key=lambda pair: _lowest(pair[0]))
-    texts = [f"{cpus} {who}" for cpus, who in found]
-    return [*texts, *([f"{figures.reserved} reserved"] if figures.reserved else [])]
+    texts = [f"{named(cpus)} {who}" for cpus, who in found]
+    return [*texts, *([f"{named(figures.reserved)} reserved"] if figures.reserved else [])]
+
+
+def named(cpus: CPUSet) -> str:
+    """"CPU 1", "CPUs 2-3", "no CPU"."""
+    return f"CPU{'s' if len(cpus) > 1 else ''} {cpus}" if cpus else "no CPU"
 
 
 def _lowest(cpus: CPUSet) -> int:
@@ -343,6 +351,8 @@ def _why_shared(pod: PodView, container: ContainerView) -> str:
     milli = limits.milli
     if milli is None or milli % 1000:
         return f"{_asked(limits)} is no whole number of CPUs"
+    if whole_cpus(limits):
+        return f"asks for {amount(milli)}, has none of its own"
     return f"its quota says {amount(milli)}, its shares do not"
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from enforcer.checkpoint import FORMAT, VERSION
 from enforcer.core.cpulimits import CPULimits
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.kubepods import ContainerRef, PodRef, QoSClass
 from enforcer.core.node import ContainerView, Group, NodeView, PodView, Role, SliceView
 from enforcer.core.state import Assignment, Held, State, Unsatisfied, to_document
 from enforcer.core.topology import CPUTopology
-from enforcer.status import AgentInfo, agent_info, cpu_map, render, to_json
+from enforcer.kernel import procfs
+from enforcer.status import AgentInfo, agent_info, cpu_map, read_agent, render, to_json
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -107,7 +111,7 @@ def test_two_cpus_whole() -> None:
         "",
         "not as it should be:",
         "- pod 00000002 container 000000000002 asks for 1 CPU, has 0 of its own, none is free for it. Taken:",
-        "  1 by pod 00000001 container 000000000001; 0 reserved",
+        "  CPU 1 by pod 00000001 container 000000000001; CPU 0 reserved",
     ]
 
 
@@ -216,8 +220,70 @@ def test_audit_is_told_as_what_would_be() -> None:
 
 def test_no_agent() -> None:
     text = render(TWO, State(), AgentInfo(notes=("no agent has left its state",)), width=100, colour=False)
-    assert text.startswith("no agent; cgroup v1\nno agent has left its state\n")
+    assert text.startswith("no word of an agent; cgroup v1\nno agent has left its state\n")
+    assert "asks for 1 CPU, has none of its own" in text
     assert "[0.] [1.]" in text
+
+
+def leave_state(file: Path, written: float, **more: Any) -> None:
+    document = {"state": to_document(State()), "pid": 0, "reserved": "0", **more}
+    whole = {"format": FORMAT, "version": VERSION, "boot_id": procfs.boot_id(), "document": document}
+    file.write_text(json.dumps(whole))
+    os.utime(file, (written, written))
+
+
+@pytest.mark.parametrize(("state_written", "audit_written", "mode"), [(1, 2, "audit"), (2, 1, "enforce")])
+def test_the_later_of_two_state_files_counts(
+    tmp_path: Path, state_written: float, audit_written: float, mode: str
+) -> None:
+    """An agent that left or entered enforce has written both."""
+    leave_state(tmp_path / "state.json", state_written, mode="enforce", pid=os.getpid())
+    leave_state(tmp_path / "audit.json", audit_written, mode="audit", pid=os.getpid())
+    assert read_agent(tmp_path, [])[1].mode == mode
+
+
+def test_why_enforce_was_left(tmp_path: Path) -> None:
+    leave_state(tmp_path / "audit.json", 1, mode="audit", left_enforce="the kubelet's policy is static")
+    notes = ["a note"]
+    told = read_agent(tmp_path, notes)[1]
+    lines = render(TWO, State(), told, width=100, colour=False).splitlines()
+    assert lines[:2] == ["mode audit, NOT running; cgroup v1", "it has left enforce: the kubelet's policy is static"]
+    assert to_json(TWO, State(), told)["agent"]["left_enforce"] == "the kubelet's policy is static"
+    assert notes == ["a note"]
+
+
+def test_state_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{")
+    notes: list[str] = []
+    assert read_agent(tmp_path, notes)[1].mode == ""
+    assert notes[0].startswith(f"{tmp_path}/state.json cannot be read: ")
+    assert notes[1:] == ["this is what the cgroups alone say"]
+
+
+def test_state_that_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    leave_state(tmp_path / "state.json", 1)
+    leave_state(tmp_path / "audit.json", 1)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    told = read_agent(tmp_path, [])[1]
+    assert told.notes == (
+        f"what the agent says in {tmp_path} is for root only: try sudo",
+        "this is what the cgroups alone say",
+    )
+
+
+def test_a_narrow_terminal_keeps_columns_and_figures_whole() -> None:
+    lines = render(TWO, TWO_STATE, info(), width=60, colour=False).splitlines()
+    for line in (
+        "allocatable 1 (1);  exclusive 1 (1);  free 0;",
+        "shared pool 1 (0)",
+        "   POD       CONTAINER     CLASS       ASKED  CPUS",
+        "A  00000001  000000000001  guaranteed  1 CPU  1",
+        "    1 CPU: quota 100000/100000, shares 1024",
+    ):
+        assert line in lines
 
 
 def test_conflicts_and_retries_of_the_document() -> None:
@@ -261,7 +327,7 @@ def test_equal_beginnings_are_told_apart() -> None:
 
 def test_json_has_it_all() -> None:
     found = json.loads(json.dumps(to_json(TWO, TWO_STATE, info(present=cpus("0-2")))))
-    assert found["agent"] == {"mode": "enforce", "running": True, "pid": 7}
+    assert found["agent"] == {"mode": "enforce", "running": True, "pid": 7, "left_enforce": None}
     assert found["figures"]["exclusive"] == "1"
     assert found["counts"] == {
         "online": 2, "allowed": 2, "reserved": 1, "allocatable": 1, "exclusive": 1, "held": 0, "foreign": 0, "free": 0,
