@@ -9,7 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from errno import EACCES, EBUSY, EINVAL, ENODEV, ENOENT, ENOSPC, EOPNOTSUPP, EPERM, ERANGE, EROFS
+from errno import (
+    EACCES,
+    EBUSY,
+    EINVAL,
+    ENAMETOOLONG,
+    ENODEV,
+    ENOENT,
+    ENOSPC,
+    ENOTDIR,
+    EOPNOTSUPP,
+    EPERM,
+    ERANGE,
+    EROFS,
+)
 from typing import Final
 
 from enforcer.core.cpulimits import CPULimits, CPULimitsError, parse_v1, parse_v2
@@ -19,6 +32,8 @@ from enforcer.kernel.cgroupmounts import Hierarchy, carrier, of_folder, of_mount
 from enforcer.kernel.procfs import read_mountinfo
 
 _GONE: Final = frozenset((ENOENT, ENODEV))  # ENOENT at open; ENODEV at a write through a descriptor opened before
+# No cgroup that could be named: a file on the way, or cgroups nested below PATH_MAX (mkdir(2) by relative paths).
+_NO_PATH: Final = frozenset((ENOTDIR, ENAMETOOLONG))
 _CHUNK: Final = 4096
 
 
@@ -142,12 +157,15 @@ class CgroupFS:
             with os.scandir(self.cpuset_root + path) as entries:
                 return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _GONE and error.errno not in _NO_PATH:
                 raise _unreadable(self.cpuset_root + path, error) from error
             return None
 
     def descendants(self, path: str) -> list[str]:
-        """All cgroups below, deepest first: each stands before its parent. Empty when there is none, or it has gone."""
+        """All cgroups below, deepest first: each stands before its parent. Empty when there is none, or it has gone.
+
+        Without those whose path is longer than PATH_MAX: no call takes it.
+        """
         base = "" if path == "/" else path
         found = [f"{base}/{name}" for name in self.children(path) or ()]
         for one in found:  # grows while it is walked: parents before children, hence reversed below
@@ -315,7 +333,7 @@ class CgroupFS:
             finally:
                 os.close(fd)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _GONE and error.errno not in _NO_PATH:
                 raise _unreadable(filename, error) from error
             return None
 
@@ -434,8 +452,10 @@ def _stripped(text: str | None) -> str | None:
 def _stat(name: str) -> os.stat_result | None:
     try:
         return os.stat(name)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if error.errno in _GONE or error.errno in _NO_PATH:
+            return None
+        raise _unreadable(name, error) from error
 
 
 def _slurp(fd: int) -> str:

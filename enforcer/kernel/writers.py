@@ -72,7 +72,7 @@ class WriterWatch:
         self._own = os.getpid()
         self._ring: deque[Write] = deque(maxlen=_RING)
         self._new: deque[Write] = deque(maxlen=_RING)
-        self.lost = 0  # queue overflows, and events whose file could not be opened any more
+        self.lost = 0  # queue overflows, and events whose file could not be opened or named any more
         self._fd = _open_group(root)
 
     def fileno(self) -> int:
@@ -136,7 +136,11 @@ class WriterWatch:
             os.close(fd)
 
     def _note(self, fd: int, pid: int) -> None:
-        name = os.readlink(f"{self._proc}/self/fd/{fd}").removesuffix(" (deleted)")
+        try:
+            name = os.readlink(f"{self._proc}/self/fd/{fd}").removesuffix(" (deleted)")
+        except OSError:  # ENAMETOOLONG: cgroups nested below PATH_MAX, which any container with a cgroup mount can make
+            self.lost += 1
+            return
         directory, _, file = name.rpartition("/")
         if file not in self._files:
             return
