@@ -16,7 +16,9 @@ from types import FrameType
 from typing import Protocol
 
 from enforcer.checkpoint import Checkpointer, Document
-from enforcer.observe import NOTHING, Dirty
+from enforcer.core.errors import EnforcerError
+from enforcer.core.kubepods import shown
+from enforcer.observe import EVERYTHING, NOTHING, Dirty
 from enforcer.reconcile import Reconciler
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Agent:
     _due_full: float = 0.0
     _ready: bool = False
     _reload_asked: bool = False
+    _trouble: str = ""
 
     def run(self) -> None:
         """Runs until SIGTERM or SIGINT; the pins stay."""
@@ -120,10 +123,20 @@ class Agent:
     def _take(self, sources: Iterator[Source]) -> Dirty:
         pods: frozenset[str] = frozenset()
         for source in sources:
-            dirty = source.take()
+            dirty = self._taken(source)
             self._wanted |= dirty.everything
             pods |= dirty.pods
         return Dirty(pods)
+
+    def _taken(self, source: Source) -> Dirty:
+        """What a source that fails had to say is made good by a full pass; the failure is told when it is a new one."""
+        try:
+            return source.take()
+        except (EnforcerError, OSError) as error:
+            if str(error) != self._trouble:
+                log.warning("events were lost, looking at everything: %s", shown(str(error), 500))
+            self._trouble = str(error)
+            return EVERYTHING
 
     def _hot(self, pods: frozenset[str]) -> None:
         self.reconciler.hot(pods)

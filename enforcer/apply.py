@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from errno import EBUSY
+from errno import EBUSY, EIO
 from typing import Protocol
 
 from enforcer.core.cpuset import CPUSet
+from enforcer.core.errors import EnforcerError
 from enforcer.core.plan import Plan, Write
 from enforcer.kernel.cgroupfs import CgroupFS, EnableStep, WriteResult
 
@@ -30,11 +31,15 @@ class Units(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one write; `result` None = audit mode, nothing was written."""
+    """What came of one write; `result` None = audit mode, nothing was written.
+
+    `problem`: a file could not be read, so nobody knows what came of it.
+    """
 
     write: Write
     result: WriteResult | None
     tries: int = 1
+    problem: str = ""
 
 
 class Applier:
@@ -66,7 +71,13 @@ class Applier:
         """Gives the cpuset controller to the children of the cgroups that the plan names (v2)."""
         if self.dry:
             return []
-        return [step for path in plan.enable for step in self._fs.enable_cpuset(f"{path.rstrip('/')}/x")]
+        return [step for path in plan.enable for step in self._enable(path)]
+
+    def _enable(self, path: str) -> list[EnableStep]:
+        try:
+            return self._fs.enable_cpuset(f"{path.rstrip('/')}/x")
+        except EnforcerError:
+            return [EnableStep(path, EIO)]
 
     def apply(self, plan: Plan) -> Iterator[Outcome]:
         """Does the plan's writes, one for each step of the iterator."""
@@ -88,6 +99,13 @@ class Applier:
             self.units.tell(write.path, write.cpus)
 
     def _file(self, write: Write) -> Outcome:
+        try:
+            return self._try(write)
+        except EnforcerError as error:
+            failed = WriteResult(write.path, write.cpus or self._possible, None, None, EIO, False, self._fs.version)
+            return Outcome(write, failed, problem=str(error))
+
+    def _try(self, write: Write) -> Outcome:
         if write.cpus is None:
             return Outcome(write, self._fs.clear_cpus(write.path, self._possible))
         for tried in range(1, _TRIES + 1):

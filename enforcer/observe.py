@@ -89,9 +89,8 @@ class Observer:
 
     def scan(self) -> Iterator[None]:
         """Looks at everything again; yields between pods so that hot events get their turn."""
-        if self._watcher is not None:
-            self._watcher.prune()
         self.problems.clear()
+        self._prune()
         found = set()
         for root in self._find_roots():
             found.add(root)
@@ -183,8 +182,6 @@ class Observer:
 
     def _look_at_container(self, path: str, pod: PodView, name: str) -> None:
         nested = self._list(path)
-        if self._fs.cpu_root != self._fs.cpuset_root and self._watcher is not None:
-            self._watcher.add(self._fs.cpu_dir(path))
         group = self._group(path)
         if group is None:
             self._forget(path)
@@ -247,13 +244,20 @@ class Observer:
 
     def _first_comm(self, path: str) -> tuple[str | None, bool]:
         """The name of the cgroup's first process and whether there is any."""
-        pids = self._fs.procs(path)
-        if not pids:
-            return None, False
-        return self._comm(pids[0]), True
+        try:
+            pids = self._fs.procs(path)
+            return (self._comm(pids[0]), True) if pids else (None, False)
+        except (EnforcerError, OSError) as error:
+            self._problem(path, str(error))
+            return None, True
 
     def _nested(self, path: str) -> tuple[Group, ...]:
-        groups = (self._group(below) for below in self._fs.descendants(path))
+        try:
+            below = self._fs.descendants(path)
+        except EnforcerError as error:
+            self._problem(path, str(error))
+            return ()
+        groups = (self._group(one) for one in below)
         return tuple(group for group in groups if group is not None)
 
     # events
@@ -359,8 +363,8 @@ class Observer:
 
     def _lost_controller(self, path: str) -> bool:
         """systemd takes cpuset away below slices where no unit asks for it (kubernetes#131567)."""
-        names = self._fs.children(path) or ()
-        return any(self._fs.read_cpus(f"{path}/{name}") is None for name in names)
+        groups = (self._group(f"{path}/{name}") for name in self._list(path))
+        return any(group is not None and group.cpus is None for group in groups)
 
     def _holds_pods(self, path: str) -> bool:
         return path in self.view.slices
@@ -376,7 +380,20 @@ class Observer:
             return self._fs.children(path) or []
         except EnforcerError as error:
             self._problem(path, str(error))
-            return []
+            return self._known(path)
+
+    def _known(self, path: str) -> list[str]:
+        """What was there at the last look: a directory that cannot be listed (EMFILE, ENOMEM) is not an empty one."""
+        holder, pod = self.view.slices.get(path), self.view.find_pod(path)
+        paths = (*self.view.slices, *(holder.pods if holder else ()), *(pod.containers if pod else ()))
+        return [one.rpartition("/")[2] for one in paths if one != path and parent_of(one) == path]
+
+    def _prune(self) -> None:
+        try:
+            if self._watcher is not None:
+                self._watcher.prune()
+        except EnforcerError as error:
+            self._problem("/", str(error))
 
     def _watch(self, path: str) -> None:
         if self._watcher is None:
@@ -393,11 +410,16 @@ class Observer:
             cpus = self._fs.read_cpus(path)
             effective = self._fs.read_effective(path)
         except EnforcerError as error:
+            # Not an end: an owner taken for gone would see its CPUs given to another.
             self._problem(path, str(error))
-            return None
+            return self._known_group(path)
         if cpus is None and not self._fs.exists(path):
             return None
         return Group(path, cpus, effective or EMPTY, bool(cpus) and self._is_echo(path, cpus or EMPTY))
+
+    def _known_group(self, path: str) -> Group | None:
+        one = self.view.slices.get(path) or self.view.find_pod(path) or self.view.find_container(path)
+        return one.group if one is not None else None
 
     def _is_echo(self, path: str, cpus: CPUSet) -> bool:
         return self._lags(path) and self._ours(path, cpus)
@@ -411,7 +433,9 @@ class Observer:
 
     def _problem(self, path: str, text: str) -> None:
         if len(self.problems) < _MOST_PROBLEMS:
-            self.problems[path] = text
+            self.problems[path] = shown(text, 600)
+        else:
+            self.problems[""] = f"more than {_MOST_PROBLEMS} problems; those above are the first"
 
     def _birth(self) -> float:
         return float("-inf") if self._first else self._clock()

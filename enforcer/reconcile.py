@@ -10,7 +10,7 @@ from enforcer.apply import Applier, Outcome
 from enforcer.core.decide import NEVER, Note
 from enforcer.core.kubepods import parse_path, shown
 from enforcer.core.node import parent_of
-from enforcer.core.plan import Plan, plan, plan_steps
+from enforcer.core.plan import Plan, Write, plan, plan_steps
 from enforcer.core.policy import Policy
 from enforcer.core.state import State
 from enforcer.core.unpin import plan_unpin
@@ -22,11 +22,17 @@ log = logging.getLogger(__name__)
 _RESTARTS = 5  # of a full pass by hot events; then it is carried to its end
 _RETRY_FIRST = 0.05
 _RETRY_MOST = 5.0
+_NOW = float("-inf")
+_CONTROL = "subtree_control:"
+_MOST_PROBLEMS = 1000
 _WARN = frozenset({"unsatisfied", "drift", "conflict", "foreign", "not-adopted"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Retry:
+    """A write that failed, as it was planned; `due` is when it is tried again, _NOW while it is."""
+
+    write: Write
     due: float
     delay: float
     text: str
@@ -77,8 +83,9 @@ class Reconciler:
                 self.observer.look(path)
             made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
         self._accept(made, full=False)
-        for outcome in self.applier.apply(made):
+        for outcome in self.applier.apply(self._without_waiting(made)):
             self._record(outcome)
+        self._end_tries(pods)
 
     def full(self) -> Iterator[None]:
         """A full pass: looks at everything, then brings everything right; yields wherever a hot event may come in."""
@@ -114,12 +121,13 @@ class Reconciler:
         self._accept(made, full=True)
         if made.save_first and not self.applier.dry:
             self._save()
-        for outcome in self.applier.apply(made):
+        for outcome in self.applier.apply(self._without_waiting(made)):
             self._record(outcome)
             if may_drop:
                 yield
                 if self._pass != mine:
                     return False
+        self._end_tries(None)
         return True
 
     def unpin(self) -> None:
@@ -143,7 +151,7 @@ class Reconciler:
         now = self._clock()
         pods = frozenset(parent_of(path) for path, retry in self._retries.items() if retry.due <= now)
         for path in [p for p, retry in self._retries.items() if retry.due <= now]:
-            self._retries[path] = replace(self._retries[path], due=NEVER)
+            self._retries[path] = replace(self._retries[path], due=_NOW)
         for path in pods:
             self.observer.look(path)
         return pods
@@ -153,6 +161,23 @@ class Reconciler:
         return len(self._retries)
 
     # helpers
+
+    def _without_waiting(self, made: Plan) -> Plan:
+        """Without what has failed already and waits for its next try: else every event in a cgroup that keeps
+        answering EBUSY, which its tenant can raise at will, would cost the loop three tries and their pauses."""
+        if not self._retries:
+            return made
+        return replace(made, writes=tuple(write for write in made.writes if not self._waits(write)))
+
+    def _waits(self, write: Write) -> bool:
+        retry = self._retries.get(write.path)
+        return retry is not None and self._clock() < retry.due and retry.write == write
+
+    def _end_tries(self, pods: Collection[str] | None) -> None:
+        """Tries that came to nothing: what failed has gone, or is wanted no more."""
+        for path in [p for p, retry in self._retries.items() if retry.due == _NOW]:
+            if pods is None or parent_of(path) in pods or path in pods:
+                del self._retries[path]
 
     def _current(self) -> State:
         """The state with what was written since the last plan."""
@@ -185,7 +210,7 @@ class Reconciler:
         """True when cpuset was switched on somewhere: what is below has to be looked at again."""
         steps = self.applier.enable(made) if made.enable else []
         for step in steps:
-            self._say_once(f"subtree_control:{step.path}", describe(step), warn=not step.ok)
+            self._say_once(f"{_CONTROL}{step.path}", describe(step), warn=not step.ok)
         return any(step.ok for step in steps)
 
     def _record(self, outcome: Outcome) -> None:
@@ -206,31 +231,43 @@ class Reconciler:
             self.observer.wrote(write.path, result.found, result.effective)
             log.debug("wrote %s: %s -> %s (%s)", label(write.path), write.found, write.cpus, write.why)
         else:
-            self._failed(write.path, describe(result))
+            self._failed(write, _printable(outcome.problem or describe(result)))
 
-    def _failed(self, path: str, text: str) -> None:
-        before = self._retries.get(path)
+    def _failed(self, write: Write, text: str) -> None:
+        before = self._retries.get(write.path)
         delay = min(_RETRY_MOST, before.delay * 2) if before else _RETRY_FIRST
-        self._retries[path] = _Retry(self._clock() + delay, delay, text)
+        self._retries[write.path] = _Retry(write, self._clock() + delay, delay, text)
         if before is None or before.text != text:
             log.warning("%s; tried again in %.2f s", text, delay)
 
     def _tell(self, note: Note) -> None:
         text = note.text
         if note.kind in ("drift", "conflict"):
-            text = f"{text} (written by {self._who(note.path) or 'a writer that cannot be named'})"
+            text = f"{text} (written by {_printable(self._who(note.path) or 'a writer that cannot be named')})"
         level = logging.WARNING if note.kind in _WARN else logging.INFO
         prefix = "audit: would be " if self.applier.dry and level == logging.INFO else ""
         log.log(level, "%s%s %s: %s", prefix, note.kind, label(note.path), text)
 
     def _tell_problems(self) -> None:
+        for key in self._problems.keys() - self.observer.problems.keys():
+            if not self._still_concerns(key):
+                del self._problems[key]
         for path, text in self.observer.problems.items():
             self._say_once(path, text, warn=True)
 
+    def _still_concerns(self, key: str) -> bool:
+        path = key.removeprefix(_CONTROL)
+        return path != key and (path in self.observer.view.slices or self.observer.view.find_pod(path) is not None)
+
     def _say_once(self, key: str, text: str, *, warn: bool) -> None:
-        if self._problems.get(key) != text and len(self._problems) < 1000:
+        if self._problems.get(key) != text and len(self._problems) < _MOST_PROBLEMS:
             self._problems[key] = text
-            log.log(logging.WARNING if warn else logging.INFO, "%s", text)
+            log.log(logging.WARNING if warn else logging.INFO, "%s", _printable(text))
+
+
+def _printable(text: str) -> str:
+    """For a line that names what containers may have named: cgroups inside them, processes."""
+    return shown(text, 600)
 
 
 def label(path: str) -> str:

@@ -1,0 +1,170 @@
+"""What hostile containers, careless tenants, broken kernels and unlucky admins do, on made trees."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from enforcer.core.cpuset import CPUSet
+from enforcer.core.errors import EnforcerError
+from tests.fakefs.cgroup_tree import FakeCgroup, create_like_runc
+from tests.fakefs.fake_agent import container, pod
+from tests.fakefs.test_reconcile import Made, besteffort, gone, guaranteed, make_pod, node, run, start
+
+
+@pytest.fixture
+def agents() -> Iterator[Made]:
+    made: Made = []
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(params=[1, 2])
+def fake(request: pytest.FixtureRequest, tmp_path: Path) -> FakeCgroup:
+    return node(tmp_path, request.param)
+
+
+def make_unreadable(fake: FakeCgroup, path: str, name: str) -> None:
+    """Reading answers ELOOP: stands for EMFILE, ENOMEM, EIO and whatever else a read can fail with."""
+    fake.file(path, name).unlink()
+    fake.file(path, name).symlink_to(name)
+
+
+@pytest.mark.parametrize("what", ["container", "pod", "root"])
+@pytest.mark.parametrize("how", ["unreadable", "garbage"])
+def test_a_set_that_cannot_be_read_is_no_end_of_its_cgroup(fake: FakeCgroup, agents: Made, what: str, how: str) -> None:
+    agent = start(fake, agents)
+    owner = guaranteed(agent, 1, 2000)
+    path = {"container": owner, "pod": pod(1), "root": "/kubepods"}[what]
+    if how == "garbage":
+        fake.file(path, "cpuset.cpus").write_text("3-1,,x\n")
+    else:
+        make_unreadable(fake, path, "cpuset.cpus")
+    agent.pump()
+    agent.full()
+    assert agent.state.assignments[owner].cpus == CPUSet.parse("1-2")
+    assert "cpuset.cpus" in str(agent.observer.problems)
+    assert agent.state.exclusive == CPUSet.parse("1-2")
+
+
+def test_a_directory_that_cannot_be_listed_is_not_empty(
+    fake: FakeCgroup, agents: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = start(fake, agents)
+    owner = guaranteed(agent, 1, 2000)
+    for broken in ("/", "/kubepods", pod(1), owner):
+
+        def children(path: str, broken: str = broken) -> list[str] | None:
+            if path == broken:
+                raise EnforcerError(f"cannot read {path}: Too many open files")
+            return type(fake.fs).children(fake.fs, path)
+
+        monkeypatch.setattr(fake.fs, "children", children)
+        agent.full()
+        agent.observer.look(pod(1))
+        agent.reconciler.hot([pod(1)])
+        assert agent.state.assignments[owner].cpus == CPUSet.parse("1-2"), broken
+        assert agent.state.held == {}, broken
+        assert "Too many open files" in str(agent.observer.problems)
+
+
+def test_no_more_watches_is_told_and_the_rest_goes_on(
+    fake: FakeCgroup, agents: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = start(fake, agents)
+
+    def refused(path: str) -> bool:
+        raise EnforcerError(f"cannot watch {path}: the limit fs.inotify.max_user_watches is used up")
+
+    monkeypatch.setattr(agent.watcher, "add", refused)
+    make_pod(fake, pod(1), 2000)
+    for _ in create_like_runc(fake, container(pod(1), 1), 101):
+        pass
+    agent.full()
+    assert agent.runs_on(container(pod(1), 1)) == "1-2"
+    assert "max_user_watches" in str(agent.observer.problems)
+
+
+def test_processes_that_cannot_be_read_stop_nothing(
+    fake: FakeCgroup, agents: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = start(fake, agents)
+    owner, other = guaranteed(agent, 1, 2000), besteffort(agent, 9)
+
+    def procs(path: str) -> list[int]:
+        if path == other:
+            raise EnforcerError(f"cannot read {path}/cgroup.procs: Too many open files")
+        return type(fake.fs).procs(fake.fs, path)
+
+    monkeypatch.setattr(fake.fs, "procs", procs)
+    agent.full()
+    third = guaranteed(agent, 3, 1000)
+    assert (agent.runs_on(owner), agent.runs_on(third), agent.runs_on(other)) == ("1-2", "3", "0,4-7")
+
+
+def test_write_whose_outcome_cannot_be_read_stops_nothing(fake: FakeCgroup, agents: Made) -> None:
+    agent = start(fake, agents)
+    stuck, other = besteffort(agent, 8), besteffort(agent, 9)
+    where = stuck if fake.version == 1 else "/kubepods/besteffort"
+    make_unreadable(fake, where, fake.effective.format("cpus"))
+    owner = guaranteed(agent, 1, 2000)
+    assert agent.runs_on(owner) == "1-2"
+    if fake.version == 1:
+        assert agent.runs_on(other) == "0,3-7"
+
+
+def test_retries_of_what_has_gone_are_forgotten(fake: FakeCgroup, agents: Made) -> None:
+    agent = start(fake, agents)
+    if fake.version == 2:
+        make_pod(fake, pod(1), 2500)
+        agent.pump()
+        run(agent, container(pod(1), 1), 101, 2000)
+        run(agent, container(pod(1), 2), 102, 500)
+        stuck = container(pod(1), 2)
+        pid = 102
+    else:
+        stuck, pid = besteffort(agent, 8), 108
+    fake.fs.fail(errno.EBUSY, stuck)
+    owner = guaranteed(agent, 3, 2000)
+    assert agent.runs_on(owner) == ("3-4" if fake.version == 2 else "1-2")
+    assert agent.reconciler.retrying() == 1
+    gone(agent, stuck, pid)
+    agent.later(6)
+    agent.full()
+    assert agent.reconciler.retrying() == 0
+
+
+def test_events_in_a_cgroup_that_answers_ebusy_do_not_stall_the_loop(tmp_path: Path, agents: Made) -> None:
+    fake = node(tmp_path, 1)
+    agent = start(fake, agents)
+    stuck = besteffort(agent, 8)
+    fake.fs.fail(errno.EBUSY, stuck)
+    guaranteed(agent, 1, 2000)
+    agent.later(10)
+    fake.fs.log.clear()
+    for _ in range(20):
+        fake.write(stuck, "cpu.shares", "2")
+        agent.pump()
+    assert [path for path, _, _ in fake.fs.log if path == stuck] == []
+    fake.fs._failures.clear()
+    agent.later(6)
+    assert agent.runs_on(stuck) == "0,3-7"
+
+
+def test_many_problems_do_not_hide_those_that_come_later(
+    fake: FakeCgroup, agents: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = start(fake, agents)
+    for number in range(1100):
+        agent.reconciler._say_once(f"/gone/{number}", "cannot be read", warn=True)
+    make_pod(fake, pod(1), 2000)
+    make_unreadable(fake, pod(1), "cpuset.cpus")
+    with caplog.at_level(logging.WARNING):
+        agent.full()
+        agent.full()
+    assert sum("cpuset.cpus" in line for line in caplog.messages) == 1
