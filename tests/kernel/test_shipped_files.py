@@ -80,7 +80,7 @@ WRONG = [
     ("or cpuset_enforcer_agent_state_found == 0", "", "time: 12m"),
     ('state="unsatisfied"} > 0', 'state="shared"} > 0', "alertname: CpusetEnforcerUnsatisfied, time: 10m"),
     ('containers{state="unsatisfied"}', "containers", 'state="exclusive"'),
-    ("sum without (writer) (increase(", "((increase(", "time: 20m"),
+    ("sum without (writer) (increase(", "(increase(", "time: 20m"),
     (")) > 10", ")) > 5", "time: 20m"),
     (")) > 10", ")) > 100", "alertname: CpusetEnforcerDrift, time: 30m"),
     ("conflicts > 0", "conflicts > 3", "alertname: CpusetEnforcerConflict, time: 6m"),
