@@ -15,7 +15,7 @@ from typing import Any
 
 from enforcer import __version__
 from enforcer.apply import Applier
-from enforcer.config import Config, Mode, load
+from enforcer.config import DEFAULT_PATH, Config, Mode, load
 from enforcer.core.errors import CannotWorkHereError, ConfigError, EnforcerError
 from enforcer.core.unpin import plan_unpin
 from enforcer.journal import set_up_logging
@@ -24,6 +24,7 @@ from enforcer.kernel.cgroupfs import CgroupFS, describe
 from enforcer.kernel.sysfs import read_topology
 from enforcer.lock import take_lock
 from enforcer.observe import Observer
+from enforcer.output import drop, say
 from enforcer.service import STATE_FILE, Service, connect_units, load_state
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
@@ -38,12 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments)
     except ConfigError as error:
         return _told(error, USAGE)
-    except CannotWorkHereError as error:
-        return _told(error, CANNOT)
     except EnforcerError as error:
         return _told(error, CANNOT)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop()
         return GOOD
 
 
@@ -56,20 +55,28 @@ def _told(error: EnforcerError, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cpuset-enforcer", description="Gives Guaranteed pods their own CPU cores and keeps all others off them."
+        prog="cpuset-enforcer",
+        description="Gives Guaranteed pods their own CPU cores and keeps all others off them.",
+        epilog="Exit codes: 0 all good, 1 findings, 2 wrong usage or config, 3 cannot work here.",
     )
     parser.add_argument("--version", action="version", version=f"cpuset-enforcer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = _command(commands, "run", "the agent", _run)
-    run.add_argument("--mode", choices=[mode.value for mode in Mode], help="audit (default) looks, enforce writes")
+    run = _command(commands, "run", "run the agent, in the foreground", _run)
+    run.add_argument(
+        "--mode", choices=[mode.value for mode in Mode],
+        help="audit looks and logs, enforce writes cpusets; goes before the config's mode (default there: audit)",
+    )  # fmt: skip
     run.add_argument("--verbose", action="store_true", help="log every write")
-    status = _command(commands, "status", "who has which CPUs now", _status)
-    status.add_argument("--json", action="store_true", help="for programs")
-    status.add_argument("--no-color", "--no-colour", action="store_true", dest="plain", help="also by NO_COLOR")
-    reset = _command(commands, "reset", "give back every set that this agent wrote", _reset)
-    reset.add_argument("--json", action="store_true", help="for programs")
-    demo = commands.add_parser("demo", help="shows it on this machine's real cgroups, without Kubernetes")
-    demo.add_argument("--json", action="store_true", help="the list of checks, for programs")
+    status = _command(commands, "status", "show who has which CPUs now, and why", _status)
+    status.add_argument("--json", action="store_true", help="print JSON, for programs")
+    status.add_argument(
+        "--no-color", "--no-colour", action="store_true", dest="plain", help="no colours; NO_COLOR=1 does the same"
+    )
+    reset = _command(commands, "reset", "give back every set that the agent wrote; it must be stopped", _reset)
+    reset.add_argument("--json", action="store_true", help="print JSON, for programs")
+    about = "show the agent at work on this machine's real cgroups, without Kubernetes; removes all it made"
+    demo = commands.add_parser("demo", help=about, description=_sentence(about))
+    demo.add_argument("--json", action="store_true", help="print only the list of checks, as JSON")
     demo.set_defaults(command=_demo)
     return parser
 
@@ -77,10 +84,14 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: Any, name: str, help_text: str, function: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML (/etc/cpuset-enforcer/config.toml)")
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text, description=_sentence(help_text))
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"the config, TOML (default: {DEFAULT_PATH})")
     parser.set_defaults(command=function)
     return parser
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _config(arguments: argparse.Namespace) -> Config:
@@ -93,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     set_up_logging(arguments.verbose)
     if os.geteuid() != 0 and config.mode is Mode.ENFORCE:
-        raise CannotWorkHereError("mode enforce writes cpusets and must run as root", hint="sudo, or --mode audit")
+        raise CannotWorkHereError("mode enforce writes cpusets and must run as root", hint="try sudo")
     with take_lock(config.state_dir):
         Service(config, lambda: _config(arguments)).run()
     return GOOD
@@ -113,7 +124,7 @@ def _status(arguments: argparse.Namespace) -> int:
     observer = _observer(config)
     colour = sys.stdout.isatty() and not arguments.plain and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size().columns
-    print(show(observer, config, as_json=arguments.json, width=width, colour=colour))
+    say(show(observer, config, as_json=arguments.json, width=width, colour=colour))
     return GOOD
 
 
@@ -122,9 +133,9 @@ def _reset(arguments: argparse.Namespace) -> int:
     with take_lock(config.state_dir):
         failed, given_back = _give_back(config)
     if arguments.json:
-        print(json.dumps({"given_back": given_back, "failed": failed}))
+        say(json.dumps({"given_back": given_back, "failed": failed}))
     else:
-        print("\n".join([f"{given_back} cgroups got their CPUs back", *failed]))
+        say("\n".join([f"{given_back} cgroups got their CPUs back", *failed]))
     return FINDINGS if failed else GOOD
 
 

@@ -22,7 +22,7 @@ DEFAULT_PATH: Final = Path("/etc/cpuset-enforcer/config.toml")
 
 EXAMPLE: Final = """\
 # cpuset-enforcer: each line that starts with "#" and a key shows the default, or an example where it says so.
-# An unknown key is an error. After a change: systemctl reload cpuset-enforcer
+# An unknown key is an error. After a change send the agent SIGHUP (its pid is in `cpuset-enforcer status`).
 
 # "audit" looks and reports, "enforce" writes cpusets.
 #mode = "audit"
@@ -141,7 +141,9 @@ def load(path: Path | None = None) -> Config:
         if path is None:
             return Config()
         raise ConfigError(f"{source}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from error
 
 

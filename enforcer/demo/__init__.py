@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from enforcer.demo.stage import Check, Stage
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.sysfs import read_topology
 from enforcer.mimic import MimicNode
+from enforcer.output import say
 
 __all__ = ["run_demo"]
 
@@ -36,6 +38,7 @@ PACE = 1.0
 
 _TOP: Final = "cpuset-enforcer-demo-"
 _BREATH: Final = 0.002
+_LEAST_WIDTH: Final = 45
 _HELD, _FAILED, _INTERRUPTED = 0, 1, 130
 
 
@@ -45,7 +48,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     Raises CannotWorkHereError before anything is made: without root, without two CPUs, beside real pods.
     """
     fs = _this_machine()
-    out = _silent if arguments.json else _say
+    out = _silent if arguments.json else say
     checks: list[Check] = []
     trouble = ""
     try:
@@ -58,7 +61,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         trouble = str(error)
     if arguments.json:
         found = {"ok": _good(checks, trouble), "error": trouble or None, "checks": [asdict(c) for c in checks]}
-        print(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         out(f"\n{_verdict(checks, trouble)}")
     return _HELD if _good(checks, trouble) else _FAILED
@@ -88,7 +91,7 @@ class _InterruptedError(Exception):
 def _play(fs: CgroupFS, out: Callable[[str], None], breathe: Callable[[], None], checks: list[Check]) -> None:
     _sweep(fs)
     machine = read_topology()
-    width = min(shutil.get_terminal_size().columns, 120)
+    width = min(max(shutil.get_terminal_size().columns, _LEAST_WIDTH), 120)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with ExitStack() as stack:
         prefix = f"{_TOP}{os.getpid()}-"
@@ -99,7 +102,8 @@ def _play(fs: CgroupFS, out: Callable[[str], None], breathe: Callable[[], None],
         agent = AgentProcess(folder, node.root, reserved)
         stack.callback(agent.stop)
         stage = Stage(fs, machine, node, agent, checks, out, breathe, width=width, colour=colour)
-        out(f"{len(stage.allowed)} CPUs, cgroup v{fs.version}; the demo's pods are below {node.root}")
+        where = f"{len(stage.allowed)} CPUs, cgroup v{fs.version}; the demo's pods are below {node.root}"
+        out(textwrap.fill(where, width, break_on_hyphens=False))
         Play(stage).run()
         if not all(check.held for check in checks):
             out(f"\nthe agent's last words:\n{agent.last_words()}")
@@ -165,15 +169,6 @@ def _verdict(checks: list[Check], trouble: str) -> str:
     if failed:
         return f"demo: {len(failed)} of {len(checks)} checks FAILED: " + "; ".join(c.what for c in failed)
     return f"demo: {len(checks)} checks, all held"
-
-
-def _say(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise EnforcerError(f"standard output cannot be written: {error.strerror}") from error
 
 
 def _silent(text: str) -> None:

@@ -84,13 +84,17 @@ class Stage:
     def title(self, number: int, text: str) -> None:
         """The head of a scene."""
         self._say("")
-        self._say(f"\x1b[1m{number}. {text}\x1b[0m" if self._colour else f"{number}. {text}")
+        for line in self._wrapped(f"{number}. {text}", "", "   "):
+            self._say(f"\x1b[1m{line}\x1b[0m" if self._colour else line)
 
     def tell(self, text: str) -> None:
         """Plain words, wrapped."""
         self.breathe()
-        for line in textwrap.wrap(text, self._width - 3, initial_indent="   ", subsequent_indent="   "):
+        for line in self._wrapped(text, "   ", "   "):
             self._say(line)
+
+    def _wrapped(self, text: str, first: str, later: str) -> list[str]:
+        return textwrap.wrap(text, self._width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
     def show(self) -> None:
         """The CPU map as the agent and the kernel have it, and each pod's process by the kernel's word."""
@@ -103,8 +107,9 @@ class Stage:
             self._say(f"     {line}")
         for actor in self.actors:
             kind = _CLASSES[actor.pod.qos]
-            words = f"{actor.name:<6} {kind:<10} pod {actor.pod.uid[:8]}  asks {actor.asked:<6}"
-            self._say(f"     {words}  runs on {actor.app.affinity()}")
+            words = f"{actor.name:<5}  {kind:<10}  pod {actor.pod.uid[:8]}  asks {actor.asked:<6}"
+            for line in self._wrapped(f"{words}  on {actor.app.affinity()}", "     ", " " * 12):
+                self._say(line)
 
     def _behind(self, state: State) -> bool:
         """Whether it names other owners than were seen, or pods that are gone."""
@@ -166,10 +171,9 @@ class Stage:
     def record(self, what: str, found: str | None, seconds: float = 0.0) -> None:
         """Notes a check that was made elsewhere; `found` None = it held."""
         self.checks.append(Check(what, found is None, found or "", 1000 * seconds))
-        if found is None:
-            self._say(f"   ok      {what}")
-        else:
-            self._say(f"   FAILED  {what}: {found}")
+        text = f"ok      {what}" if found is None else f"FAILED  {what}: {found}"
+        for line in self._wrapped(text, "   ", " " * 11):
+            self._say(line)
 
     def check_owner(self, actor: Actor, count: int, *, keeps: CPUSet = EMPTY, within: CPUSet | None = None) -> None:
         """It has `count` CPUs of its own, with those of `keeps` among them, all of `within`; and nobody else has."""

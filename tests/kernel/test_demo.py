@@ -39,9 +39,10 @@ def folders(pid: int) -> list[Path]:
     return [found for place in places for found in place.glob(f"cpuset-enforcer-demo-{pid}-*")]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "enforcer", "demo", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "COLUMNS": "60"}
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_every_check_holds_and_nothing_is_left(roots: set[Path]) -> None:
@@ -52,6 +53,16 @@ def test_every_check_holds_and_nothing_is_left(roots: set[Path]) -> None:
     assert out.count("   ok      ") >= 25
     held = [line for line in out.splitlines() if line.strip().startswith("[") and "+" in line]
     assert held == [], "each map is drawn when all is settled"
+    assert [line for line in out.splitlines() if len(line) > 60] == []
+    assert left_over(roots, demo.pid) + folders(demo.pid) == []
+
+
+def test_a_full_disk_is_told(roots: set[Path]) -> None:
+    with Path("/dev/full").open("w") as full:
+        demo = start("--json", stdout=full.fileno())
+        _, err = demo.communicate(timeout=60)
+    assert err == "cpuset-enforcer: standard output cannot be written: No space left on device\n"
+    assert demo.returncode == 3
     assert left_over(roots, demo.pid) + folders(demo.pid) == []
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "enforcer"
 LEVELS = (
     {"core"},
     {"kernel", "runtimes", "tracing", "config"},
-    {"observe", "names", "apply", "audit", "checkpoint", "metrics", "exporter", "tally", "journal", "lock"},
+    {"observe", "names", "apply", "audit", "checkpoint", "metrics", "exporter", "tally", "journal", "lock", "output"},
     {"reconcile", "guard", "units", "child"},
     {"agent"},
     {"service"},
