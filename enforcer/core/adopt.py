@@ -50,7 +50,9 @@ def adopt(view: NodeView, recorded: State, policy: Policy, now: float) -> tuple[
     state = State(
         assignments=work.assignments,
         held={p: holds for p, holds in held.items() if holds},
-        unsatisfied={p: u for p, u in recorded.unsatisfied.items() if view.find_container(p)},
+        unsatisfied={
+            p: u for p, u in recorded.unsatisfied.items() if view.find_container(p) and p not in work.foreign
+        },
         foreign=work.foreign,
         written=_still_there(view, recorded),
         before=recorded.before,

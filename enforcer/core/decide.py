@@ -215,6 +215,7 @@ def _learn_foreign(draft: Draft, pods: Iterable[PodView]) -> None:
                     del draft.assignments[path]
                     draft.touched.add(pod.group.path)
                 draft.foreign[path] = given
+                draft.unsatisfied.pop(path, None)
                 draft.note("foreign", path, f"was born with CPUs {given} given by somebody else; left alone")
 
 
