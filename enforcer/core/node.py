@@ -130,6 +130,16 @@ class NodeView:
             for container in pod.containers.values():
                 yield pod, container
 
+    def groups(self) -> Iterator[Group]:
+        """Every cgroup, those nested in containers included."""
+        for one in self.slices.values():
+            yield one.group
+            for pod in one.pods.values():
+                yield pod.group
+                for container in pod.containers.values():
+                    yield container.group
+                    yield from container.nested
+
     def find_pod(self, path: str) -> PodView | None:
         """The pod at a path, or None."""
         holder = self.slices.get(parent_of(path))

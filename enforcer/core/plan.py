@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enforcer.core import drift
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.decide import NEVER, Draft, Note, decide
-from enforcer.core.node import Group, NodeView, depth_of, parent_of
+from enforcer.core.node import NodeView, depth_of, parent_of
 from enforcer.core.policy import Policy
 from enforcer.core.state import State
 from enforcer.core.targets import Kind, Target, targets
@@ -154,8 +154,14 @@ def _remember(draft: Draft, writes: list[Write]) -> bool:
             continue
         if write.found and _was_here_before_us(draft.view, write.path):
             draft.before[write.path] = write.found
-            first = True
+            first |= not _is_its_parents(draft.view, write)
     return first
+
+
+def _is_its_parents(view: NodeView, write: Write) -> bool:
+    """cgroup v1: a copy of the parent's set is what un-pinning gives back anyway."""
+    parent = view.find_pod(parent_of(write.path)) or view.slices.get(parent_of(write.path))
+    return view.version == 1 and parent is not None and parent.group.cpus == write.found
 
 
 def _was_here_before_us(view: NodeView, path: str) -> bool:
@@ -167,17 +173,7 @@ def _was_here_before_us(view: NodeView, path: str) -> bool:
 
 def _forget(draft: Draft) -> None:
     """Drops what is kept of cgroups that have gone."""
-    here = {g.path for g in _groups(draft.view)}
+    here = {group.path for group in draft.view.groups()}
     for kept in (draft.written, draft.drift, draft.before):
         for path in kept.keys() - here:
             del kept[path]
-
-
-def _groups(view: NodeView) -> Generator[Group, None, None]:
-    for one in view.slices.values():
-        yield one.group
-        for pod in one.pods.values():
-            yield pod.group
-            for container in pod.containers.values():
-                yield container.group
-                yield from container.nested

@@ -125,8 +125,9 @@ def _too_narrow(group: Group, allowed: CPUSet) -> bool:
 def _pod_v1(draft: Draft, pools: _Pools, pod: PodView) -> Iterator[Target]:
     for path, container in pod.containers.items():
         # No task can be attached to a v1 cpuset that is still empty, and a write before the runtime copied the
-        # parent's set can be lost in its read-then-write.
-        if path in draft.foreign or not container.group.configured:
+        # parent's set can be lost in its read-then-write. Later the kernel empties one whose last CPU goes offline.
+        unfilled = not container.group.configured and container.phase is Phase.BIRTH
+        if path in draft.foreign or unfilled:
             continue
         target = _container(draft, pools, container)
         yield target
