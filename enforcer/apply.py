@@ -7,7 +7,7 @@ scope started in it, and any change of another property writes systemd's own val
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from errno import EBUSY, EIO
 from typing import Protocol
@@ -27,6 +27,9 @@ class Units(Protocol):
 
     def tell(self, path: str, cpus: CPUSet | None) -> None:
         """Queues the value; a newer one replaces one that was not sent yet."""
+
+    def keep_only(self, paths: Set[str]) -> None:
+        """Forgets all cgroups but these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,12 @@ class Applier:
         """Whether a set in the file is one of our own last few; systemd echoes older ones for a moment."""
         return cpus in self._recent.get(path, ())
 
-    def forget(self, path: str) -> None:
-        """The cgroup has gone; one of the same name is a new one."""
-        self._recent.pop(path, None)
+    def keep_only(self, paths: Set[str]) -> None:
+        """Forgets all cgroups but these."""
+        for path in self._recent.keys() - paths:
+            del self._recent[path]
+        if self.units is not None:
+            self.units.keep_only(paths)
 
     def remember(self, path: str, cpus: CPUSet) -> None:
         """A set is ours, though written before this process started."""

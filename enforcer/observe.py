@@ -114,9 +114,16 @@ class Observer:
                     found.append(path)
         for path in self._roots:
             self._watch_above(path)
-            if path not in found and self._fs.exists(path):
+            if path not in found and self._fs.exists(path) and not self._crosses(path, found):
                 found.append(path)
         return [path for path in found if self._is_trusted(path)]
+
+    def _crosses(self, path: str, others: list[str]) -> bool:
+        """A QoS slice or a pod of one root, taken for a root of its own, would be planned by two rules."""
+        other = next((o for o in others if f"{path}/".startswith(f"{o}/") or o.startswith(f"{path}/")), None)
+        if other is not None:
+            self._problem(path, f"is not taken for a root: it is inside the root {shown(other)}, or holds it")
+        return other is not None
 
     def _watch_above(self, path: str) -> None:
         """All that is there on the way to a configured root, which may be made level by level."""
@@ -195,7 +202,7 @@ class Observer:
         parsed = classify(Kind.POD, pod.ref.qos, name, pod_uid=pod.ref.uid, systemd=parent_of(path).endswith(".slice"))
         container = before or ContainerView(
             ref=ContainerRef(pod.ref.uid, parsed.container_id or shown(name), parsed.runtime, path),
-            group=group,
+            group=Group(path),
             role=_ROLES.get(parsed.kind, Role.UNSURE),
             phase=Phase.RUNNING if self._first else Phase.BIRTH,
             born=self._birth(),
@@ -237,7 +244,8 @@ class Observer:
         return found
 
     def _given(self, container: ContainerView, pod: PodView, group: Group) -> CPUSet:
-        if container.phase is Phase.RUNNING or not group.cpus:
+        # Only a set that is new says something: the parent's is widened meanwhile when its root's is.
+        if container.phase is Phase.RUNNING or not group.cpus or group.cpus == container.group.cpus:
             return container.given
         parent = (pod.group.cpus or EMPTY) if self._fs.version == 1 else self.view.allowed
         return hold.given_set(group.cpus, parent, ours=self._ours(group.path, group.cpus)) or container.given

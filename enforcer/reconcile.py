@@ -83,6 +83,7 @@ class Reconciler:
                 self.observer.look(path)
             made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
         self._accept(made, full=False)
+        self._save_first(made)
         for outcome in self.applier.apply(self._without_waiting(made)):
             self._record(outcome)
         self._end_tries(pods)
@@ -90,6 +91,7 @@ class Reconciler:
     def full(self) -> Iterator[None]:
         """A full pass: looks at everything, then brings everything right; yields wherever a hot event may come in."""
         yield from self.observer.scan()
+        self.applier.keep_only({group.path for group in self.observer.view.groups()})
         self._tell_problems()
         yield from self.settle()
 
@@ -119,8 +121,7 @@ class Reconciler:
             yield from self.observer.scan()
             return False
         self._accept(made, full=True)
-        if made.save_first and not self.applier.dry:
-            self._save()
+        self._save_first(made)
         for outcome in self.applier.apply(self._without_waiting(made)):
             self._record(outcome)
             if may_drop:
@@ -161,6 +162,10 @@ class Reconciler:
         return len(self._retries)
 
     # helpers
+
+    def _save_first(self, made: Plan) -> None:
+        if made.save_first and not self.applier.dry:
+            self._save()
 
     def _without_waiting(self, made: Plan) -> Plan:
         """Without what has failed already and waits for its next try: else every event in a cgroup that keeps

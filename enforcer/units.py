@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import CannotWorkHereError
@@ -61,6 +61,11 @@ class UnitSync:
             self._path[unit] = path
             self._wished[unit] = cpus
             self._units.set_allowed_cpus(unit, cpus)
+
+    def keep_only(self, paths: Set[str]) -> None:
+        """Forgets the units of all cgroups but these."""
+        for unit in [unit for unit, path in self._path.items() if path not in paths]:
+            self._forget(unit)
 
     def lags(self, path: str) -> bool:
         """Whether systemd may still write an older set of ours into this cgroup's file."""

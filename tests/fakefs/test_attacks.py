@@ -12,7 +12,7 @@ import pytest
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import EnforcerError
 from tests.fakefs.cgroup_tree import FakeCgroup, create_like_runc
-from tests.fakefs.fake_agent import container, pod
+from tests.fakefs.fake_agent import container, machine, pod
 from tests.fakefs.test_reconcile import Made, besteffort, gone, guaranteed, make_pod, node, run, start
 
 
@@ -168,3 +168,100 @@ def test_many_problems_do_not_hide_those_that_come_later(
         agent.full()
         agent.full()
     assert sum("cpuset.cpus" in line for line in caplog.messages) == 1
+
+
+def test_one_that_waits_and_is_then_pinned_by_its_spec_gets_nothing_of_ours(tmp_path: Path, agents: Made) -> None:
+    """runc writes the spec's set after the limits on v2: by then the container may be waiting for room."""
+    agent = start(node(tmp_path, 2), agents)
+    big = guaranteed(agent, 1, 5000)
+    make_pod(agent.fake, pod(2), 4000)
+    agent.pump()
+    theirs = container(pod(2), 2)
+    run(agent, theirs, 102, 4000, cpus="6-7")
+    assert agent.state.unsatisfied == {}
+    gone(agent, big, 101)
+    gone(agent, pod(1))
+    agent.full()
+    assert agent.state.assignments == {}
+    assert agent.runs_on(theirs) == "6-7"
+
+
+def test_what_was_there_before_us_is_on_disk_before_it_is_written(fake: FakeCgroup, agents: Made) -> None:
+    """Also in the hot path: an agent that is killed between two writes could give nothing back."""
+    first = start(fake, agents)
+    guaranteed(first, 1, 2000)
+    other = besteffort(first, 9)
+    agent = start(fake, agents)  # the state file is lost: these sets are what was there before
+    where = other if fake.version == 1 else "/kubepods/besteffort"
+    saved: list[tuple[CPUSet | None, list[str]]] = []
+
+    def save() -> None:
+        saved.append((agent.state.before.get(where), [path for path, _, _ in fake.fs.log]))
+
+    agent.reconciler._save = save
+    fake.fs.log.clear()
+    guaranteed(agent, 2, 2000)
+    assert (agent.runs_on(other), len(saved)) == ("0,5-7", 1)
+    before, written = saved[0]
+    assert before == CPUSet.parse("0,3-7")
+    assert where not in written
+
+
+def test_root_that_is_widened_makes_no_pin_of_a_birth(tmp_path: Path, agents: Made) -> None:
+    """v1: a container has a copy of its pod's set; when that is widened, the copy is narrower and nobody's choice."""
+    fake = node(tmp_path, 1)
+    for path in ("/kubepods/burstable", "/kubepods/besteffort", "/kubepods"):
+        fake.write(path, "cpuset.cpus", "0-3")
+    agent = start(fake, agents)
+    make_pod(fake, pod(1), 1500)
+    agent.pump()
+    agent.comms[101] = "runc:[2:INIT]"
+    born = container(pod(1), 1)
+    for step in create_like_runc(fake, born, 101, quota=150000, shares=1536):
+        agent.pump()
+        if step == "attach":
+            fake.write("/kubepods", "cpuset.cpus", "0-7")
+            fake.write(pod(1), "cpuset.cpus", "0-7")
+            agent.full()
+    agent.later(0.3)
+    assert agent.state.foreign == {}
+    assert agent.runs_on(born) == "0-7"
+
+
+def test_nothing_is_kept_of_cgroups_that_have_gone(fake: FakeCgroup, agents: Made) -> None:
+    agent = start(fake, agents)
+    for number in range(1, 6):
+        owner = guaranteed(agent, number, 2000)
+        gone(agent, owner, 100 + number)
+        gone(agent, pod(number))
+    agent.full()
+    assert not [path for path in agent.applier._recent if "/pod" in path]
+    assert not [path for path in agent.state.written if "/pod" in path]
+    assert (agent.state.assignments, agent.state.held, agent.state.unsatisfied) == ({}, {}, {})
+    assert not [path for path in agent.watcher._wd if "pod5a3e" in path]
+
+
+def test_v1_owner_whose_last_cpu_went_gets_another(tmp_path: Path, agents: Made) -> None:
+    """The kernel empties its set and moves its tasks to the pod's cgroup; an empty set is no birth then."""
+    fake = node(tmp_path, 1)
+    agent = start(fake, agents)
+    owner, second = guaranteed(agent, 1, 1000), guaranteed(agent, 2, 1000)
+    assert (agent.runs_on(owner), agent.runs_on(second)) == ("1", "2")
+    fake.hotplug("0,2-7")
+    agent.observer.machine_changed(machine(fake.online))
+    agent.full()
+    agent.pump()
+    assert agent.state.assignments[owner].cpus == CPUSet.parse("3")
+    assert agent.cpus(owner) == "3"
+    assert agent.runs_on(second) == "2"
+
+
+def test_a_root_inside_a_root_is_refused(fake: FakeCgroup, agents: Made) -> None:
+    agent = start(fake, agents)
+    agent.observer._roots = ("/kubepods/besteffort", pod(1))
+    other = besteffort(agent, 9)
+    agent.full()
+    assert not agent.observer.view.slices["/kubepods/besteffort"].is_root
+    assert pod(1) not in agent.observer.view.slices
+    assert agent.observer.view.find_container(other) is not None
+    assert "inside" in str(agent.observer.problems)
