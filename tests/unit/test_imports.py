@@ -18,7 +18,10 @@ LEVELS = (
     {"reconcile", "guard", "units", "child"},
     {"agent"},
     {"service"},
-    {"cli", "demo", "mimic", "status", "__main__"},
+    {
+        "cli", "demo", "mimic", "status", "__main__", "record", "describe", "source", "labels", "output", "simulate",
+        "explain", "topology", "doctor", "completion",
+    },
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # Rooms of these levels do not know each other; what one needs of another is injected.
