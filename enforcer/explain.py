@@ -12,7 +12,8 @@ from enforcer.core.explain import Because, ContainerAnswer, CPUAnswer, Explainer
 from enforcer.core.kubepods import shown
 from enforcer.core.state import Held
 from enforcer.labels import Found, Labels, find, held_by, holding
-from enforcer.output import jsonable, print_json, width, wrapped
+from enforcer.layout import jsonable, print_json, width, wrapped
+from enforcer.output import say
 from enforcer.record import Recorded
 from enforcer.status.model import named
 
@@ -40,7 +41,7 @@ def main(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.json:
         print_json(told.json(found))
     else:
-        print("\n".join(told.text(found, width())))
+        say("\n".join(told.text(found, width())))
     return 1 if told.findings(found) else 0
 
 

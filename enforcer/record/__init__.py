@@ -18,6 +18,7 @@ from enforcer.kernel import procfs
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.sysfs import Machine, read_topology
 from enforcer.observe import Observer
+from enforcer.output import say
 from enforcer.record import archive
 from enforcer.record.document import Recorded, from_json, to_json
 from enforcer.service import policy_of
@@ -44,11 +45,11 @@ def main(arguments: argparse.Namespace, config: Config) -> int:
     archive.write(Path(arguments.file), data)
     figures = _figures(node)
     if arguments.json:
-        print(json.dumps({"file": arguments.file, "bytes": len(data), **figures}))
+        say(json.dumps({"file": arguments.file, "bytes": len(data), **figures}))
     else:
         told = ", ".join(f"{number} {name}" for name, number in figures.items())
-        print(f"{arguments.file}: {told}, {len(data)} bytes; no environment, no command lines")
-        print("It names pods by UID and containers by id. To look into it: zcat FILE | tail -n 1")
+        say(f"{arguments.file}: {told}, {len(data)} bytes; no environment, no command lines")
+        say("It names pods by UID and containers by id. To look into it: zcat FILE | tail -n 1")
     return 0
 
 

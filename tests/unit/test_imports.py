@@ -19,7 +19,7 @@ LEVELS = (
     {"agent"},
     {"service"},
     {
-        "cli", "demo", "mimic", "status", "__main__", "record", "describe", "source", "labels", "output", "simulate",
+        "cli", "demo", "mimic", "status", "__main__", "record", "describe", "source", "labels", "layout", "simulate",
         "explain", "topology", "doctor", "completion",
     },
 )
