@@ -25,7 +25,8 @@ Kind = Literal["plain", "systemd"]
 KINDS: Final[tuple[Kind, ...]] = ("plain", "systemd")
 
 QEMU: Final = "qemu-system-x86_64"
-VIRTIOFSD: Final = Path("/usr/lib/qemu/virtiofsd")
+_VIRTIOFSDS: Final = (Path("/usr/libexec/virtiofsd"), Path("/usr/lib/qemu/virtiofsd"))
+VIRTIOFSD: Final = next((file for file in _VIRTIOFSDS if file.exists()), _VIRTIOFSDS[0])
 SHARE: Final = "/run/share"
 
 # no audit, no slow checks; expedited grace periods because a cpuset write waits for several of them
@@ -61,7 +62,7 @@ def missing(kind: Kind, artifacts: Artifacts) -> str | None:
     if not shutil.which(QEMU):
         return f"{QEMU} is not installed (Debian: qemu-system-x86)"
     if kind == "plain" and not VIRTIOFSD.exists():
-        return f"{VIRTIOFSD} is not there (Debian 12: qemu-system-common)"
+        return f"{VIRTIOFSD} is not there (Debian: virtiofsd; Debian 12: qemu-system-common)"
     if kind == "plain" and os.geteuid() != 0:
         return "a plain guest sees this machine's root through virtiofsd, which needs root"
     needed = [artifacts.kernel, artifacts.probe] + ([artifacts.image] if kind == "systemd" else [])
