@@ -122,10 +122,11 @@ def _status(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     observer = _observer(config)
-    colour = sys.stdout.isatty() and not arguments.plain and "NO_COLOR" not in os.environ
+    colour = sys.stdout.isatty() and not arguments.plain and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size().columns
-    say(show(observer, config, as_json=arguments.json, width=width, colour=colour))
-    return GOOD
+    text, well = show(observer, config, as_json=arguments.json, width=width, colour=colour)
+    say(text)
+    return GOOD if well else FINDINGS
 
 
 def _reset(arguments: argparse.Namespace) -> int:

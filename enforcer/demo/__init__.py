@@ -92,7 +92,7 @@ def _play(fs: CgroupFS, out: Callable[[str], None], breathe: Callable[[], None],
     _sweep(fs)
     machine = read_topology()
     width = min(max(shutil.get_terminal_size().columns, _LEAST_WIDTH), 120)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     with ExitStack() as stack:
         prefix = f"{_TOP}{os.getpid()}-"
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=_in_memory())))

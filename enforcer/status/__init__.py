@@ -72,15 +72,16 @@ def to_json(view: NodeView, state: State, info: AgentInfo) -> dict[str, Any]:
     }
 
 
-def show(observer: Observer, config: Config, *, as_json: bool, width: int, colour: bool) -> str:
-    """The node as the observer has scanned it, with what the agent says in its state file."""
+def show(observer: Observer, config: Config, *, as_json: bool, width: int, colour: bool) -> tuple[str, bool]:
+    """The node as the observer has scanned it, with what the agent says in its state file; and whether all is well."""
     notes = [f"{shown(p)}: {text}" for p, text in observer.problems.items()]
     if not observer.view.slices:
         notes.append("there is no kubepods cgroup here, nor any of the `roots` in the config")
     state, info = read_agent(config.state_dir, notes)
+    well = not gather(observer.view, state, info).problems
     if as_json:
-        return json.dumps(to_json(observer.view, state, info), indent=2)
-    return render(observer.view, state, info, width=width, colour=colour)
+        return json.dumps(to_json(observer.view, state, info), indent=2), well
+    return render(observer.view, state, info, width=width, colour=colour), well
 
 
 # --- the agent's word

@@ -197,7 +197,7 @@ def gather(view: NodeView, state: State, info: AgentInfo) -> Model:
     rows.sort(key=lambda row: (list(RowKind).index(row.kind), _lowest(row.got) if row.mark else 0, row.path))
     problems = (*_unsatisfied(state, figures, names), *_conflicts(info, names))
     if enforced:
-        problems += (*_broken(view, state, names), *_retrying(info))
+        problems += (*_stopped(info), *_broken(view, state, names), *_retrying(info))
     return Model(view, state, info, names, figures, cells, tuple(rows), problems)
 
 
@@ -376,6 +376,11 @@ def _conflicts(info: AgentInfo, names: Names) -> Iterator[str]:
             f"conflict: somebody else keeps writing CPUs {found or 'none'} to {names.of(path)}; "
             f"{repairs} repairs did not last"
         )
+
+
+def _stopped(info: AgentInfo) -> Iterator[str]:
+    if not info.running:
+        yield "the agent does not run: nobody gets CPUs of its own, and no foreign write is repaired"
 
 
 def _retrying(info: AgentInfo) -> Iterator[str]:

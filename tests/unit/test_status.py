@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from enforcer.checkpoint import FORMAT, VERSION
+from enforcer.config import Config
 from enforcer.core.cpulimits import CPULimits
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.kubepods import ContainerRef, PodRef, QoSClass
@@ -20,7 +22,8 @@ from enforcer.core.node import ContainerView, Group, NodeView, PodView, Role, Sl
 from enforcer.core.state import Assignment, Held, State, Unsatisfied, to_document
 from enforcer.core.topology import CPUTopology
 from enforcer.kernel import procfs
-from enforcer.status import AgentInfo, agent_info, cpu_map, read_agent, render, to_json
+from enforcer.observe import Observer
+from enforcer.status import AgentInfo, agent_info, cpu_map, read_agent, render, show, to_json
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -252,6 +255,29 @@ def test_why_enforce_was_left(tmp_path: Path) -> None:
     assert notes == ["a note"]
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("more", "well"),
+    [
+        ({"mode": "audit"}, True),
+        ({"mode": "enforce", "pid": os.getpid(), "running": True}, True),
+        ({"mode": "enforce"}, False),
+        ({"mode": "audit", "state": to_document(TWO_STATE)}, False),
+    ],
+    ids=["audit", "enforcing", "stopped", "unsatisfied"],
+)
+def test_whether_all_is_well(
+    tmp_path: Path, more: dict[str, Any], well: bool, as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = more.get("running", False)
+    monkeypatch.setattr("enforcer.status._runs", lambda document: running)
+    leave_state(tmp_path / "state.json", 1, **more)
+    node_now = cast(Observer, SimpleNamespace(view=TWO, problems={}))
+    text, told = show(node_now, Config(state_dir=tmp_path), as_json=as_json, width=80, colour=False)
+    assert told is well
+    assert ("not as it should be" in text or '"problems": [\n' in text) is not well
+
+
 def test_state_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{")
     notes: list[str] = []
@@ -294,6 +320,7 @@ def test_conflicts_and_retries_of_the_document() -> None:
     told = agent_info(document, running=False, present=EMPTY)
     text = " ".join(render(TWO, TWO_STATE, told, width=200, colour=False).split())
     assert "NOT running: what it pinned stays as it is" in text
+    assert "- the agent does not run: nobody gets CPUs of its own, and no foreign write is repaired" in text
     assert "somebody else keeps writing CPUs 0-1 to pod 00000001 container 000000000001; 12 repairs" in text
     assert "2 writes were refused" in text
     assert "strict-cpu-reservation" in text
