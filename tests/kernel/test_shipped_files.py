@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from enforcer.core.kubepods import QoSClass
+from enforcer.kernel.cgroupfs import CgroupFS
+from enforcer.mimic import MimicNode
 from tests import promtool
+from tests.kernel.agent_process import AgentProcess, cpus
+from tests.kernel.conftest import wait_until
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 MOST_EXPOSED = 3.5
@@ -56,6 +63,43 @@ def test_exposure(analyze: tuple[str, Path]) -> None:
     assert code == 0, text
     assert figure, text
     assert float(figure[1]) <= MOST_EXPOSED
+
+
+@pytest.fixture
+def node() -> Iterator[MimicNode]:
+    """A node of the CPUs 0 and 1, whatever this machine has."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make cgroups")
+    fs = CgroupFS.discover()
+    with MimicNode(fs, f"/ce-test-unit-{os.getpid()}/kubepods") as made:
+        if fs.version == 1:
+            fs.write_cpus(made.root, cpus("0-1"))
+        fs.write_cpus(os.path.dirname(made.root), cpus("0-1"))
+        yield made
+
+
+@pytest.mark.root
+def test_capabilities_of_the_unit_suffice(node: MimicNode, tmp_path: Path) -> None:
+    text = (FOLDER / "cpuset-enforcer.service").read_text()
+    names = re.findall(r"^CapabilityBoundingSet=(.+)$", text, re.M)[0].lower().split()
+    bounds = ",".join(["-all", *(f"+{name.removeprefix('cap_')}" for name in names)])
+    owner = node.pod(QoSClass.GUARANTEED, "owner", milli=1000).container(milli=1000)
+    inside = Path(CgroupFS.discover().cpuset_dir(owner.path), "inside")
+    inside.mkdir()
+    for file in ("cpuset.mems", "cpuset.cpus") if CgroupFS.discover().version == 1 else ():
+        (inside / file).write_text((inside.parent / file).read_text())
+    for entry in (inside, *inside.iterdir()):
+        os.chown(entry, 1000, 1000)  # made by a container in a user namespace
+    agent = AgentProcess(tmp_path, node.root, fifo=True)
+    try:
+        agent.start(("setpriv", f"--bounding-set={bounds}", "--no-new-privs"))
+        wait_until(lambda: owner.affinity() == cpus("1"), f"pinned:\n{agent.log()}", 10)
+        assert os.sched_getscheduler(agent.pid) & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO, agent.log()
+        for refused in ("refused", "will not be named", "at the rescan only", "ermission"):
+            assert refused not in agent.log()
+    finally:
+        agent.end()
+        inside.rmdir()
 
 
 def test_prometheus_takes_the_rules(rules: tuple[Path, Path]) -> None:
