@@ -20,6 +20,7 @@ from enforcer.kernel.cgroupfs import CgroupFS, EnableStep, WriteResult
 _TRIES = 3
 _PAUSE = 0.002  # seconds between tries; the loop waits no longer than _TRIES times this
 _RECENT = 4
+_FEW = 200
 
 
 class Units(Protocol):
@@ -85,17 +86,17 @@ class Applier:
         except EnforcerError:
             return [EnableStep(path, EIO)]
 
-    def apply(self, plan: Plan) -> Iterator[Outcome]:
-        """Does the plan's writes, one for each step of the iterator."""
+    def apply(self, plan: Plan, patient: Callable[[str], bool] = lambda path: False) -> Iterator[Outcome]:
+        """Does the plan's writes, one for each step of the iterator; `patient(path)`: it has failed before."""
         for write in plan.writes:
-            yield Outcome(write, None) if self.dry else self._one(write)
+            yield Outcome(write, None) if self.dry else self._one(write, patient(write.path))
 
-    def _one(self, write: Write) -> Outcome:
+    def _one(self, write: Write, patient: bool) -> Outcome:
         growing = write.cpus is None or write.found < write.cpus
         self.remember(write.path, write.cpus or self._possible)
         if growing:
             self._tell(write)
-        outcome = self._file(write)
+        outcome = self._file(write, patient)
         if not growing:
             self._tell(write)
         return outcome
@@ -104,23 +105,32 @@ class Applier:
         if self.units is not None:
             self.units.tell(write.path, write.cpus)
 
-    def _file(self, write: Write) -> Outcome:
+    def _file(self, write: Write, patient: bool) -> Outcome:
         try:
-            return self._try(write)
+            return self._try(write, patient)
         except EnforcerError as error:
             failed = WriteResult(write.path, write.cpus or self._possible, None, None, EIO, False, self._fs.version)
             return Outcome(write, failed, problem=str(error))
 
-    def _try(self, write: Write) -> Outcome:
+    def _try(self, write: Write, patient: bool) -> Outcome:
         if write.cpus is None:
             return Outcome(write, self._fs.clear_cpus(write.path, self._possible))
         for tried in range(1, _TRIES + 1):
             result = self._fs.write_cpus(write.path, write.cpus)
-            if result.errno != EBUSY or tried == _TRIES:
+            if result.errno != EBUSY or tried == _TRIES or not (patient or self._has_few_below(write.path)):
                 break
             self._narrow_below(write.path, write.cpus)
             self._sleep(_PAUSE)
         return Outcome(write, result, tried)
+
+    def _has_few_below(self, path: str) -> bool:
+        """An owner that waits for these CPUs must not wait for a container with thousands of cgroups inside."""
+        found = [path]
+        for one in found:
+            found.extend(f"{one}/{name}" for name in self._fs.children(one) or ())
+            if len(found) > _FEW:
+                return False
+        return True
 
     def _narrow_below(self, path: str, cpus: CPUSet) -> None:
         """v1 answers EBUSY while a cgroup inside, perhaps made a moment ago, has more: those shrink first."""

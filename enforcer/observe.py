@@ -33,6 +33,8 @@ _ROLES: Final = {Kind.CONTAINER: Role.CONTAINER, Kind.SANDBOX: Role.SANDBOX, Kin
 # The kubelet's and the runtimes' shares of a cgroup that asks for nothing; weight 1 is the same on v2.
 _IDLE_SHARES: Final = 2
 _MOST_PROBLEMS: Final = 100
+# Containers make as many cgroups as they like: their number must not decide how long one look takes.
+_MOST_NESTED: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Observer:
         self._hold_seconds = hold_seconds
         self._first = True
         self._births: dict[str, float] = {}
+        self._stale: set[str] = set()
         self.problems: dict[str, str] = {}
         self.view = NodeView(fs.version, machine.topology, machine.online)
 
@@ -260,12 +263,17 @@ class Observer:
             return None, True
 
     def _nested(self, path: str) -> tuple[Group, ...]:
+        """The first few, deepest first; the rest is seen to when a write is refused because of them (apply)."""
+        found = [path]
         try:
-            below = self._fs.descendants(path)
+            for one in found:
+                found.extend(f"{one}/{name}" for name in self._fs.children(one) or ())
+                if len(found) > _MOST_NESTED:
+                    self._problem(path, f"{shown(path)}: more than {_MOST_NESTED} cgroups inside, not all are followed")
+                    break
         except EnforcerError as error:
             self._problem(path, str(error))
-            return ()
-        groups = (self._group(one) for one in below)
+        groups = (self._group(one) for one in reversed(found[1 : _MOST_NESTED + 1]))
         return tuple(group for group in groups if group is not None)
 
     # events
@@ -289,6 +297,13 @@ class Observer:
         holder = self.view.slices.get(parent_of(pod_path))
         if holder is not None:
             self._look_at_pod(pod_path, holder.qos, pod_path.rpartition("/")[2])
+
+    def catch_up(self) -> None:
+        """Looks at containers in which cgroups came or went: once, however many, for a tenant makes them at will."""
+        for path in self._stale:
+            if self.view.find_container(path) is not None:
+                self.look_at(path)
+        self._stale.clear()
 
     def due_births(self) -> tuple[float, frozenset[str]]:
         """When a birth is to be looked at next (monotonic; inf = none), and the pods of those that are due now."""
@@ -320,7 +335,7 @@ class Observer:
             self.look_at(child)
             return Dirty(frozenset({path}))
         if self.view.find_container(path) is not None:
-            self.look_at(path)
+            self._stale.add(path)
             return Dirty(frozenset({parent_of(path)}))
         return EVERYTHING if is_root_candidate(child) or self._leads_to_root(child) else NOTHING
 

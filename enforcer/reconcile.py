@@ -77,6 +77,7 @@ class Reconciler:
     def hot(self, pods: Collection[str]) -> None:
         """The hot path: only these pods (paths), and what must move for them."""
         self._pass += 1
+        self.observer.catch_up()
         made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
         if self._enable(made):
             for path in pods:
@@ -84,7 +85,7 @@ class Reconciler:
             made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
         self._accept(made, full=False)
         self._save_first(made)
-        for outcome in self.applier.apply(self._without_waiting(made)):
+        for outcome in self.applier.apply(self._without_waiting(made), self._retries.__contains__):
             self._record(outcome)
         self._end_tries(pods)
 
@@ -122,7 +123,7 @@ class Reconciler:
             return False
         self._accept(made, full=True)
         self._save_first(made)
-        for outcome in self.applier.apply(self._without_waiting(made)):
+        for outcome in self.applier.apply(self._without_waiting(made), self._retries.__contains__):
             self._record(outcome)
             if may_drop:
                 yield

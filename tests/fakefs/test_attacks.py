@@ -265,3 +265,30 @@ def test_a_root_inside_a_root_is_refused(fake: FakeCgroup, agents: Made) -> None
     assert pod(1) not in agent.observer.view.slices
     assert agent.observer.view.find_container(other) is not None
     assert "inside" in str(agent.observer.problems)
+
+
+def test_cgroups_made_in_a_container_cost_one_look(
+    tmp_path: Path, agents: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant makes them at will, thousands of them: neither their number nor their events may starve the rest."""
+    fake = node(tmp_path, 1)
+    agent = start(fake, agents)
+    busy = besteffort(agent, 9)
+    for number in range(300):
+        fake.mkdir(f"{busy}/n{number}")
+        for name in ("cpuset.cpus", "cpuset.mems"):
+            fake.write(f"{busy}/n{number}", name, fake.read(busy, name))
+    reads: list[str] = []
+
+    def read_cpus(path: str) -> CPUSet | None:
+        reads.append(path)
+        return type(fake.fs).read_cpus(fake.fs, path)
+
+    monkeypatch.setattr(fake.fs, "read_cpus", read_cpus)
+    agent.pump()
+    assert 0 < len(reads) < 300
+    owner = guaranteed(agent, 1, 2000)
+    assert agent.runs_on(owner) == "1-2"
+    agent.later(0.1)
+    assert agent.runs_on(busy) == "0,3-7"
+    assert {agent.runs_on(f"{busy}/n{number}") for number in range(300)} == {"0,3-7"}
