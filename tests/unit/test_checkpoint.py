@@ -7,6 +7,7 @@ import json
 import os
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,24 @@ def test_a_file_that_cannot_be_moved_aside_stops_nothing(path: Path) -> None:
     assert load(path, BOOT).document == DOCUMENT
 
 
-@pytest.fixture
+@contextmanager
 def tiny_files() -> Iterator[None]:
-    """The kernel stops every write to a file at 64 bytes: a real write that ends half way."""
+    """The kernel stops every write to a file at 64 bytes: a real write that ends half way.
+
+    No fixture: pytest's own output, between a test and its teardown, may go to a file as well.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_ends_half_way(path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_write_that_ends_half_way(path: Path) -> None:
     save(path, {"n": 1}, BOOT)
-    request.getfixturevalue("tiny_files")
-    problem = save(path, {"n": 2}, BOOT)
+    with tiny_files():
+        problem = save(path, {"n": 2}, BOOT)
     assert problem is not None
     assert "File too large" in problem
     assert load(path, BOOT).document == {"n": 1}
