@@ -38,7 +38,7 @@ _MOST_CPUS: Final = 8192
 _MOST_BYTES: Final = 16 << 20
 _NEVER: Final = float("-inf")
 _ROOT: Final = "/kubepods"
-_NAME: Final = re.compile(r"[0-9A-Za-z][\w.-]{0,62}", re.ASCII)
+_NAME: Final = re.compile(r"[0-9A-Za-z][\w.-]{0,127}", re.ASCII)
 
 _TOP: Final = ("cgroup", "topology", "online", "isolated", "allowed", "reserved", "reserved-amount", "options",
                "cfs-quota", "pods")  # fmt: skip

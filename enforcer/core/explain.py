@@ -165,7 +165,7 @@ class Explainer:
             verdict=self._verdict(path, one, mine, waiting),
             asked=asked_words(one),
             asked_cpus=asked_cpus(one, self.policy) if pod.guaranteed else None,
-            own=mine.cpus if mine else EMPTY,
+            own=mine.cpus & self.view.online if mine else EMPTY,
             may_run=one.group.effective,
             because=(),
             pending=mine is not None and path not in self.state.assignments,
@@ -192,7 +192,7 @@ class Explainer:
         because: list[Because] = []
         if mine is not None:
             because += self._owner(one, mine)
-            answer = replace(answer, placement=self._placement(mine), after_restart=tuple(self._restart(mine)))
+            answer = replace(answer, placement=self._placement(mine), after_restart=tuple(self._restart(one, mine)))
         if answer.waiting is not None:
             because += self._no_room(answer.waiting, pod)
             answer = replace(answer, holders=self.holders(without=answer.path))
@@ -229,16 +229,20 @@ class Explainer:
         mine_now = steps(self.view.topology, own, free=free, keep=EMPTY, near=EMPTY)
         return Placement(mine_now, free, taken.cpus if taken else None)
 
-    def _restart(self, mine: Assignment) -> Iterator[Because]:
-        """Tried with plan(): the container goes, its pod stays."""
-        gone = plan(self.view.without_container(mine.path), self.decided, self.policy, self.now, [mine.pod])
-        held = union(h.cpus for h in gone.state.held.get(mine.pod, ())) & mine.cpus
-        if held == mine.cpus:
-            yield Because("held", f"CPUs {held} are held for its pod while the pod's cgroup exists: it gets them back",
-                          held)  # fmt: skip
+    def _restart(self, one: ContainerView, mine: Assignment) -> Iterator[Because]:
+        """Tried with plan(): the container goes, its pod stays, the container comes again with the limits it has."""
+        left = self.view.without_container(mine.path)
+        gone = plan(left, self.decided, self.policy, self.now, [mine.pod])
+        again = replace(one, born=self.now, limits_since=self.now, phase=Phase.RUNNING, populated=True)
+        back = plan(left.with_container(again), gone.state, self.policy, self.now, [mine.pod])
+        got = back.state.assignments.get(mine.path)
+        if got is None:
+            yield Because("back-none", "a restart with the limits it has now gets no CPUs of its own")
+        elif got.cpus == mine.cpus:
+            text = f"a restart gets CPUs {got.cpus} back: they are held for its pod while the pod's cgroup exists"
+            yield Because("back", text, got.cpus)
         else:
-            text = f"its pod's own quota lets it keep {held or 'none'} of CPUs {mine.cpus}; the others go to the pool"
-            yield Because("held-in-part", text, held)
+            yield Because("back-others", f"a restart gets CPUs {got.cpus}, by what its pod holds then", got.cpus)
 
     # no room
 
@@ -272,7 +276,8 @@ class Explainer:
         return holding.path if holding.how in (Hold.HELD, Hold.CLAIMED) else parent_of(holding.path)
 
     def _room_without(self, pod: str, waiting: Unsatisfied) -> bool:
-        made = plan(self.view.without_pod(pod), self.decided, self.policy, self.now).state
+        # in the scope of the event, as enforce does it: whoever waits longest comes first
+        made = plan(self.view.without_pod(pod), self.decided, self.policy, self.now, [pod]).state
         return waiting.path in made.assignments and waiting.path not in made.unsatisfied
 
     def holders(self, without: str = "") -> tuple[Holding, ...]:
@@ -289,9 +294,10 @@ class Explainer:
     def _amiss(self, path: str, one: ContainerView, mine: Assignment | None) -> Iterator[Because]:
         if not self.enforced:
             return
-        found = one.group.effective
-        if mine is not None and path in self.state.assignments and found != mine.cpus & self.view.online:
-            yield Because("not-there-yet", f"it may run on CPUs {found or 'none'}, its own are {mine.cpus}", found)
+        found, own = one.group.effective, mine.cpus & self.view.online if mine else EMPTY
+        if mine is not None and path in self.state.assignments and found != own:
+            text = f"it may run on CPUs {found or 'none'}, its own are {own or 'none'}"
+            yield Because("not-there-yet", text, found)
         others = union(a.cpus for p, a in self.decided.assignments.items() if p != path)
         if (strange := found & others) and one.phase is Phase.RUNNING:
             yield Because("on-others", f"it may run on CPUs {strange}, that belong to others", strange)

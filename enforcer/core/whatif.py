@@ -20,7 +20,7 @@ from enforcer.core.policy import Policy
 from enforcer.core.state import State
 
 SANDBOX: Final = "pause"
-_NAME: Final = re.compile(r"[0-9A-Za-z][\w.-]{0,62}", re.ASCII)
+_NAME: Final = re.compile(r"[0-9A-Za-z][\w.-]{0,127}", re.ASCII)
 _MOST_ENABLES: Final = 5
 
 
@@ -167,7 +167,7 @@ def _check_names(view: NodeView, pod: NewPod) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"'{shown(name)}' is no name for a pod or container",
-                hint="a letter or digit, then at most 62 letters, digits, dots, dashes and underscores",
+                hint="a letter or digit, then at most 127 letters, digits, dots, dashes and underscores",
             )
     if len(set(names)) < len(names):
         raise ConfigError(f"pod '{pod.name}': two of its containers have the same name ({', '.join(names)})")

@@ -327,24 +327,27 @@ def _policy(part: _Part) -> Policy:
 
 
 def _slices(whole: _Part) -> tuple[dict[str, SliceView], dict[str, int]]:
-    slices: dict[str, SliceView] = {}
     processes: dict[str, int] = {}
-    for part in whole.parts("slices"):
-        group = _group(part)
-        qos = part.one_of("qos", QoSClass, QoSClass.BURSTABLE)
-        pods = _by_path((_pod(one, qos, group.path, processes) for one in part.parts("pods")), lambda p: p.group.path)
-        slices[group.path] = SliceView(group, qos, part.flag("root", False), pods)
-    return slices, processes
+    return _by_path(whole, "slices", lambda part: _slice(part, processes), lambda s: s.group.path), processes
+
+
+def _slice(part: _Part, processes: dict[str, int]) -> SliceView:
+    group = _group(part)
+    qos = part.one_of("qos", QoSClass, QoSClass.BURSTABLE)
+    pods = _by_path(part, "pods", lambda one: _pod(one, qos, group.path, processes), lambda p: p.group.path)
+    return SliceView(group, qos, part.flag("root", False), pods)
 
 
 _T = TypeVar("_T")
 
 
-def _by_path(rows: Iterator[_T], path_of: Callable[[_T], str]) -> dict[str, _T]:
+def _by_path(part: _Part, key: str, read: Callable[[_Part], _T], path_of: Callable[[_T], str]) -> dict[str, _T]:
+    """The objects of a list by their paths; a path that is there twice contradicts itself."""
     found: dict[str, _T] = {}
-    for one in rows:
+    for inner in part.parts(key):
+        one = read(inner)
         if path_of(one) in found:
-            raise ConfigError(f"the recorded node contradicts itself: {shown(path_of(one))} is there twice")
+            raise ConfigError(f"{inner.place}: contradicts the rest: {shown(path_of(one))} is there already")
         found[path_of(one)] = one
     return found
 
@@ -352,8 +355,8 @@ def _by_path(rows: Iterator[_T], path_of: Callable[[_T], str]) -> dict[str, _T]:
 def _pod(part: _Part, qos: QoSClass, above: str, processes: dict[str, int]) -> PodView:
     group = _group(part, above)
     ref = PodRef(part.text("uid"), qos, group.path)
-    rows = (_container(one, ref, processes) for one in part.parts("cgroups"))
-    return PodView(ref, group, _limits(part), part.time("born"), _by_path(rows, lambda c: c.group.path))
+    rows = _by_path(part, "cgroups", lambda one: _container(one, ref, processes), lambda c: c.group.path)
+    return PodView(ref, group, _limits(part), part.time("born"), rows)
 
 
 def _container(part: _Part, pod: PodRef, processes: dict[str, int]) -> ContainerView:

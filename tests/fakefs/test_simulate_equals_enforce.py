@@ -29,47 +29,13 @@ from enforcer.simulate import Simulation, simulate
 from tests.fakefs.cgroup_tree import FakeCgroup, create_like_runc
 from tests.fakefs.fake_agent import FakeAgent, container, machine, pod
 from tests.fakefs.test_reconcile import make_pod, node
+from tests.unit.random_nodes import QOS, described
 
 PURE = 500
 TREES = 40
-QOS = ("guaranteed", "guaranteed", "guaranteed", "burstable", "besteffort")
-OPTIONS = (
-    [], [], ["full-pcpus-only"], ["distribute-cpus-across-numa"], ["distribute-cpus-across-cores"],
-    ["strict-cpu-reservation"], ["prefer-align-cpus-by-uncorecache"], ["full-pcpus-only", "strict-cpu-reservation"],
-)  # fmt: skip
 
 
 # --- 1. pure views: the other side is enforce's own Reconciler over a kernel kept in two dictionaries
-
-
-def described(chance: random.Random) -> dict[str, object]:
-    """A node as a person describes it: any shape, any pods, some pinned already."""
-    sockets, threads = chance.choice([1, 1, 2]), chance.choice([1, 2])
-    cores = chance.choice([2, 3, 4, 8])
-    total = sockets * cores * threads
-    numa = chance.choice([n for n in (1, sockets, 2 * sockets) if n <= sockets or cores % 2 == 0])
-    pods = [described_pod(chance, number, total) for number in range(chance.randrange(7))]
-    return {
-        "cgroup": chance.choice([1, 2]),
-        "topology": {"sockets": sockets, "cores": cores, "threads": threads, "numa": numa,
-                     "siblings": chance.choice(["apart", "adjacent"])},
-        "options": chance.choice(OPTIONS),
-        "pods": pods,
-    }  # fmt: skip
-
-
-def described_pod(chance: random.Random, number: int, total: int) -> dict[str, object]:
-    qos = chance.choice(QOS)
-    rows: list[dict[str, object]] = []
-    for one in range(chance.choice([1, 1, 2, 3])):
-        row: dict[str, object] = {"name": f"c{one}"}
-        if qos != "besteffort":
-            row["cpus"] = chance.choice([1, 1, 2, 2, 3, 4, 6, "500m", "1500m"])
-        if chance.random() < 0.15:
-            first = chance.randrange(total)
-            row["pinned"] = f"{first}-{min(total - 1, first + chance.randrange(3))}"
-        rows.append(row)
-    return {"name": f"p{number}", "qos": qos, "containers": rows, "sandbox": chance.random() < 0.8}
 
 
 class DictKernel(CgroupFS):
@@ -251,7 +217,9 @@ def grow_container(made: Tree, path: str, pid: int, milli: int | None, comm: str
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="ce-fake-"))
+    # in memory where there is such a place: thousands of small writes
+    memory = Path("/dev/shm")
+    made = Path(tempfile.mkdtemp(prefix="ce-fake-", dir=memory if memory.is_dir() else None))
     yield made
     shutil.rmtree(made)
 
