@@ -57,7 +57,7 @@ def test_restarts_for_ever_but_not_what_cannot_mend_itself() -> None:
 
 
 def test_reload_is_sighup() -> None:
-    assert SERVICE["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert SERVICE["ExecReload"] == "/bin/sh -c 'kill -HUP $MAINPID'"
 
 
 def test_real_time_limits_are_those_that_the_agent_sets_itself() -> None:
