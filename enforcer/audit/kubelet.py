@@ -6,6 +6,7 @@ Read leniently: whatever stands in the files, the answer is a view with lines ab
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ STATIC: Final = "static"
 NONE: Final = "none"
 
 _SIZE_LIMIT: Final = 16 << 20
+# PyYAML takes 10 s and more for a megabyte, and the agent's loop waits. libyaml's loader would be fast, but recurses on
+# the C stack without a limit. A kubelet's own file has a few kilobytes.
+_YAML_LIMIT: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ def _lay_over(config: dict[str, Any], newer: Mapping[str, Any]) -> None:
 def _parse_yaml(path: Path, problems: list[str]) -> Mapping[str, Any]:
     import yaml  # slow to import, and only needed where a kubelet is
 
-    data = _read(path, problems)
+    data = _read(path, problems, _YAML_LIMIT)
     if not data:
         return {}
     try:
@@ -192,17 +196,18 @@ def _named(document: object, name: str) -> object:
     return next((value for key, value in reversed(document.items()) if key.lower() == name), None)
 
 
-def _read(path: Path, problems: list[str]) -> bytes | None:
+def _read(path: Path, problems: list[str], limit: int = _SIZE_LIMIT) -> bytes | None:
     """None: there is no such file, or it cannot be read, which is a problem."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_SIZE_LIMIT + 1)
+        # A pipe in the file's place must not block.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            data = file.read(limit + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error.strerror}")
         return None
-    if len(data) > _SIZE_LIMIT:
-        problems.append(f"{path}: too large: more than {_SIZE_LIMIT >> 20} MiB")
+    if len(data or b"") > limit:
+        problems.append(f"{path}: too large: more than {limit >> 10} KiB")
         return None
     return data
