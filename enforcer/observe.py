@@ -74,7 +74,8 @@ class Observer:
         self._clock = clock
         self._comm = comm
         self._watcher = watcher
-        self._roots = roots
+        # "//kubepods" would be the same cgroups under a second name
+        self._roots = tuple(f"/{'/'.join(part for part in root.split('/') if part)}" for root in roots)
         self._ours = ours
         self._lags = lags
         self._hold_seconds = hold_seconds

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from enforcer.audit.kubelet import read_kubelet
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import EnforcerError
+from enforcer.observe import Observer
 from tests.fakefs.cgroup_tree import FakeCgroup, create_like_runc
 from tests.fakefs.fake_agent import container, machine, pod
 from tests.fakefs.test_reconcile import Made, besteffort, gone, guaranteed, make_pod, node, run, start
@@ -292,3 +296,23 @@ def test_cgroups_made_in_a_container_cost_one_look(
     agent.later(0.1)
     assert agent.runs_on(busy) == "0,3-7"
     assert {agent.runs_on(f"{busy}/n{number}") for number in range(300)} == {"0,3-7"}
+
+
+def test_a_root_has_one_name_however_it_is_written(fake: FakeCgroup) -> None:
+    observer = Observer(
+        fake.fs, machine(fake.online), lambda: 0.0, lambda pid: "app", roots=("//kubepods", "/kubepods/")
+    )
+    for _ in observer.scan():
+        pass
+    assert sorted(observer.view.slices) == ["/kubepods", "/kubepods/besteffort", "/kubepods/burstable"]
+
+
+def test_kubelet_files_that_are_pipes_or_huge_do_not_stop_the_loop(tmp_path: Path) -> None:
+    config, state = tmp_path / "config.yaml", tmp_path / "cpu_manager_state"
+    os.mkfifo(state)
+    config.write_text("k: v\n" * 200_000)
+    began = time.monotonic()
+    view = read_kubelet(tmp_path, config)
+    assert time.monotonic() - began < 5
+    assert (view.policy, view.state_policy) == (None, None)
+    assert "too large" in str(view.problems)
