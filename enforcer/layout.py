@@ -45,8 +45,8 @@ def width() -> int:
 
 
 def colour() -> bool:
-    """Whether to use colour: on a terminal, unless NO_COLOR is set (no-color.org)."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    """Whether to use colour: on a terminal, unless NO_COLOR is set to something (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def wrapped(text: str, columns: int, first: str = "", rest: str | None = None) -> list[str]:
