@@ -130,20 +130,23 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _reset(arguments: argparse.Namespace) -> int:
+    from enforcer.status import NO_ROOT
+
     config = _config(arguments)
     with take_lock(config.state_dir):
-        failed, given_back = _give_back(config)
+        observer = _observer(config)
+        failed, given_back = _give_back(config, observer)
     if arguments.json:
         say(json.dumps({"given_back": given_back, "failed": failed}))
     else:
-        say("\n".join([f"{given_back} cgroups got their CPUs back", *failed]))
+        notes = [] if observer.view.slices else [NO_ROOT]
+        say("\n".join([f"{given_back} cgroups got their CPUs back", *notes, *failed]))
     return FINDINGS if failed else GOOD
 
 
-def _give_back(config: Config) -> tuple[list[str], int]:
+def _give_back(config: Config, observer: Observer) -> tuple[list[str], int]:
     """What could not be given back, in words, and how many sets were."""
     fs, machine = CgroupFS.discover(), read_topology()
-    observer = _observer(config)
     state, problem = load_state(config, procfs.boot_id())
     units = connect_units(fs, time.monotonic)
     applier = Applier(fs, machine.possible, time.sleep, units, dry=False)

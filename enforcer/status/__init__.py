@@ -20,7 +20,9 @@ from enforcer.observe import Observer
 from enforcer.status.cpumap import coloured, draw, legend, plain
 from enforcer.status.model import AgentInfo, CPUClass, Figures, Model, Row, RowKind, agent_info, gather
 
-__all__ = ["AgentInfo", "agent_info", "cpu_map", "read_agent", "render", "show", "to_json"]
+__all__ = ["NO_ROOT", "AgentInfo", "agent_info", "cpu_map", "read_agent", "render", "show", "to_json"]
+
+NO_ROOT: Final = "there is no kubepods cgroup here, nor any of the `roots` in the config"
 
 _LEAST_WIDTH: Final = 40
 _MOST_SHARED: Final = 20
@@ -76,7 +78,10 @@ def show(observer: Observer, config: Config, *, as_json: bool, width: int, colou
     """The node as the observer has scanned it, with what the agent says in its state file; and whether all is well."""
     notes = [f"{shown(p)}: {text}" for p, text in observer.problems.items()]
     if not observer.view.slices:
-        notes.append("there is no kubepods cgroup here, nor any of the `roots` in the config")
+        notes.append(NO_ROOT)
+    missing = [shown(r) for r in config.roots if r not in observer.view.slices and r not in observer.problems]
+    if missing and observer.view.slices:
+        notes.append(f"`roots` in the config: there is no cgroup {', '.join(missing)}")
     state, info = read_agent(config.state_dir, notes)
     well = not gather(observer.view, state, info).problems
     if as_json:

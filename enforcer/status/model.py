@@ -203,7 +203,8 @@ def gather(view: NodeView, state: State, info: AgentInfo) -> Model:
 
 def figures_of(view: NodeView, state: State, info: AgentInfo) -> Figures:
     """Who may use what, as sets."""
-    allowed = view.allowed
+    # Before there is a kubepods root, pods may be given any CPU.
+    allowed = view.allowed or view.online
     exclusive = union(a.cpus for a in state.assignments.values()) & view.online
     held = union(h.cpus for holds in state.held.values() for h in holds) & view.online
     foreign = union(state.foreign.values()) & view.online

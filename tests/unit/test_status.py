@@ -132,6 +132,13 @@ def test_each_class_has_its_mark() -> None:
         assert words in " ".join(lines[2:])
 
 
+def test_without_a_root_any_cpu_is_for_pods() -> None:
+    view = NodeView(1, machine(2), cpus("0-1"))
+    text = render(view, State(), info(mode="audit"), width=100, colour=False)
+    assert "[0=] [1.]" in text
+    assert "allocatable 1 (1);  exclusive 0;  free 1 (1);" in text
+
+
 def test_holds_are_named() -> None:
     made = state(held={pod_path(2): (Held(cpus("1"), 0.0),)}, shared=cpus("0"))
     text = render(TWO, made, info(), width=120, colour=False)
@@ -276,6 +283,13 @@ def test_whether_all_is_well(
     text, told = show(node_now, Config(state_dir=tmp_path), as_json=as_json, width=80, colour=False)
     assert told is well
     assert ("not as it should be" in text or '"problems": [\n' in text) is not well
+
+
+def test_roots_that_are_not_there_are_named(tmp_path: Path) -> None:
+    now = cast(Observer, SimpleNamespace(view=TWO, problems={}))
+    config = Config(state_dir=tmp_path, roots=("/kubepods", "/nested/kubepod"))
+    text, _ = show(now, config, as_json=False, width=100, colour=False)
+    assert "`roots` in the config: there is no cgroup /nested/kubepod\n" in text
 
 
 def test_state_that_cannot_be_used_is_told(tmp_path: Path) -> None:
