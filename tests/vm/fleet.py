@@ -18,7 +18,7 @@ from .guest import SHARE, Guest, GuestError, GuestSpec, Kind, boot
 
 RESULT_LINE: Final = "@@test "
 # Of the repository, what tests in a guest need.
-_TREES: Final = ("enforcer", "bpf", "tests")
+_TREES: Final = ("enforcer", "bpf", "systemd", "tests")
 _HIDDEN: Final = ("/run", "/dev", "/proc", "/sys")
 _MOVED: Final = {"/tmp/": "/run/host/tmp/"}  # by guest-init
 
