@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from enforcer.core.errors import CannotWorkHereError
+
+# flock(2) needs no more than to read: anybody who may could keep the agent from starting.
+_OWNER_ONLY: Final = 0o600
 
 
 def take_lock(folder: Path) -> IO[str]:
@@ -16,12 +20,19 @@ def take_lock(folder: Path) -> IO[str]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o755)
-        file = (folder / "lock").open("a")
+        descriptor = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY)
+        return _locked(os.fdopen(descriptor, "w"), folder)
+    except OSError as error:
+        raise CannotWorkHereError(f"state directory {folder}: {error.strerror}", hint="is this root?") from error
+
+
+def _locked(file: IO[str], folder: Path) -> IO[str]:
+    try:
+        os.fchmod(file.fileno(), _OWNER_ONLY)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        file.close()
         raise CannotWorkHereError(
             f"another cpuset-enforcer runs with the state directory {folder}", hint="stop it first"
         ) from error
-    except OSError as error:
-        raise CannotWorkHereError(f"state directory {folder}: {error.strerror}", hint="is this root?") from error
     return file
