@@ -33,7 +33,7 @@ from enforcer.status import cpu_map
 from enforcer.status.model import named
 
 _MOST_WRITES: Final = 40
-_POD: Final = re.compile(r"(?P<name>[^=:]+)(?:=(?P<cpus>[^:]*))?(?::(?P<qos>.*))?", re.DOTALL)
+_POD: Final = re.compile(r"(?P<name>[^=:]+)(?:=(?P<cpus>[^:]*))?(?::(?P<qos>.+))?", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,16 +184,12 @@ def parse_pod(text: str) -> NewPod:
         raise ConfigError(f"--add {shown(text, 80)}: wanted NAME=CPUS, such as new=6 or new=2+500m:burstable")
     if qos is QoSClass.BESTEFFORT and parts:
         raise ConfigError(f"--add {shown(text, 80)}: a besteffort pod has no CPU request or limit")
-    rows = tuple(
-        NewContainer(f"c{number}", cpu_of(qos, _milli(part, text)))
-        for number, part in enumerate(parts or ["0"], 1)
-    )  # fmt: skip
-    return NewPod(match["name"], qos, rows)
+    amounts: list[int | None] = [_milli(part, text) for part in parts]
+    rows = (NewContainer(f"c{number}", cpu_of(qos, milli)) for number, milli in enumerate(amounts or [None], 1))
+    return NewPod(match["name"], qos, tuple(rows))
 
 
-def _milli(part: str, text: str) -> int | None:
-    if part == "0":
-        return None
+def _milli(part: str, text: str) -> int:
     try:
         milli = parse_millicores(part)
     except ValueError as error:

@@ -73,7 +73,8 @@ def to_text(node: Recorded, columns: int) -> list[str]:
     lines += table(list(_sets(node)), "  ")
     for note in node.machine.notes:
         lines += wrapped(shown(note, 400), columns, "! ")
-    lines += ["", "Units, in the order in which whole ones are taken:", *table(list(_units(node, columns)), "  ")]
+    lines += ["", *wrapped("Units, in the order in which whole ones are taken:", columns)]
+    lines += table(list(_units(node, columns)), "  ")
     lines += wrapped(_core_rule(node.view.topology), columns, "  ")
     lines += ["", *_map(node, columns)]
     used = {_mark(node, cpu) for cpu in node.machine.online}
