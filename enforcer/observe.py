@@ -325,6 +325,16 @@ class Observer:
             self.view = self.view.with_pod(replace(pod, group=group))
         elif (container := self.view.find_container(path)) is not None:
             self.view = self.view.with_container(replace(container, group=group))
+        else:
+            self._wrote_nested(group)
+
+    def _wrote_nested(self, group: Group) -> None:
+        above = parent_of(group.path)
+        while above != "/" and (container := self.view.find_container(above)) is None:
+            above = parent_of(above)
+        if above != "/" and container is not None:
+            nested = tuple(group if one.path == group.path else one for one in container.nested)
+            self.view = self.view.with_container(replace(container, nested=nested))
 
     def _directory(self, path: str, child: str, event: Event) -> Dirty:
         if self._holds_pods(path):

@@ -216,7 +216,9 @@ def _learn_foreign(draft: Draft, pods: Iterable[PodView]) -> None:
                     draft.touched.add(pod.group.path)
                 draft.foreign[path] = given
                 draft.unsatisfied.pop(path, None)
-                draft.note("foreign", path, f"was born with CPUs {given} given by somebody else; left alone")
+                both = given & taken(draft.assignments.values(), ())
+                text = f"was born with CPUs {given} given by somebody else; left alone"
+                draft.note("foreign", path, f"{text}, though of them CPUs {both} are owned by others" if both else text)
 
 
 def _decide_pod(draft: Draft, pod: PodView) -> None:
