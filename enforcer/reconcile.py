@@ -151,7 +151,7 @@ class Reconciler:
     def due_pods(self) -> frozenset[str]:
         """Pods whose failed writes are due for another try; each has been looked at again."""
         now = self._clock()
-        pods = frozenset(parent_of(path) for path, retry in self._retries.items() if retry.due <= now)
+        pods = frozenset(self._place_of(path) for path, retry in self._retries.items() if retry.due <= now)
         for path in [p for p, retry in self._retries.items() if retry.due <= now]:
             self._retries[path] = replace(self._retries[path], due=_NOW)
         for path in pods:
@@ -182,8 +182,15 @@ class Reconciler:
     def _end_tries(self, pods: Collection[str] | None) -> None:
         """Tries that came to nothing: what failed has gone, or is wanted no more."""
         for path in [p for p, retry in self._retries.items() if retry.due == _NOW]:
-            if pods is None or parent_of(path) in pods or path in pods:
+            if pods is None or self._place_of(path) in pods:
                 del self._retries[path]
+
+    def _place_of(self, path: str) -> str:
+        """The pod that a cgroup belongs to, or the slice, for one that holds pods: what a plan can be about."""
+        view = self.observer.view
+        while path != "/" and path not in view.slices and view.find_pod(path) is None:
+            path = parent_of(path)
+        return path
 
     def _current(self) -> State:
         """The state with what was written since the last plan."""

@@ -316,3 +316,57 @@ def test_kubelet_files_that_are_pipes_or_huge_do_not_stop_the_loop(tmp_path: Pat
     assert time.monotonic() - began < 5
     assert (view.policy, view.state_policy) == (None, None)
     assert "too large" in str(view.problems)
+
+
+def test_our_own_write_to_a_nested_cgroup_is_no_drift(tmp_path: Path, agents: Made) -> None:
+    fake = node(tmp_path, 1)
+    agent = start(fake, agents)
+    other = besteffort(agent, 9)
+    fake.mkdir(f"{other}/inner")
+    for name in ("cpuset.cpus", "cpuset.mems"):
+        fake.write(f"{other}/inner", name, fake.read(other, name))
+    agent.pump()
+    agent.later(20)
+    make_pod(fake, pod(1), 2000)
+    for _ in create_like_runc(fake, container(pod(1), 1), 101):
+        pass
+    agent.observer.look(pod(1))
+    agent.reconciler.hot([pod(1)])
+    assert agent.runs_on(f"{other}/inner") == "0,3-7"
+    fake.fs.log.clear()
+    for _ in agent.reconciler.settle():  # before the events of what was just written have been read
+        pass
+    assert fake.fs.log == []
+    assert agent.state.drift == {}
+
+
+def test_a_pin_over_an_owners_cpus_is_told(fake: FakeCgroup, agents: Made, caplog: pytest.LogCaptureFixture) -> None:
+    agent = start(fake, agents)
+    owner = guaranteed(agent, 1, 2000)
+    path = pod(5, "burstable")
+    make_pod(fake, path, 500)
+    agent.pump()
+    with caplog.at_level(logging.WARNING):
+        run(agent, container(path, 5), 105, 500, cpus="2-4")
+    assert (agent.runs_on(owner), agent.runs_on(container(path, 5))) == ("1-2", "2-4")
+    assert "CPUs 2 are owned" in " ".join(caplog.messages)
+    assert agent.runs_on(besteffort(agent, 9)) == "0,5-7"
+
+
+@pytest.mark.parametrize("level", ["/kubepods/besteffort", pod(9)])
+def test_a_refused_write_is_tried_again_at_every_level(tmp_path: Path, agents: Made, level: str) -> None:
+    fake = node(tmp_path, 2)
+    agent = start(fake, agents)
+    make_pod(fake, pod(9), 500)
+    agent.pump()
+    run(agent, container(pod(9), 9), 109, 500)
+    owner = guaranteed(agent, 1, 2000)
+    fake.fs.fail(errno.EINVAL, level)
+    gone(agent, owner, 101)
+    gone(agent, pod(1))
+    assert agent.cpus(level) == "0,3-7"
+    assert agent.reconciler.retrying() == 1
+    fake.fs._failures.clear()
+    agent.later(6)
+    assert agent.cpus(level) == "0-7"
+    assert agent.reconciler.retrying() == 0
