@@ -1,4 +1,4 @@
-"""Figures: the counts of a node for metrics, from the view and the state; bounded in number, whatever the node holds."""
+"""Figures: the counts of a node for metrics, from the view and the state; bounded in number, whatever a node holds."""
 
 from __future__ import annotations
 
