@@ -15,7 +15,7 @@ from enforcer.labels import Found, Labels, find, held_by, holding
 from enforcer.layout import jsonable, print_json, width, wrapped
 from enforcer.output import say
 from enforcer.record import Recorded
-from enforcer.status.model import named
+from enforcer.status.model import Names, named
 
 _MOST_LISTED: Final = 12
 
@@ -138,8 +138,7 @@ class Telling:
             yield "to be written", f"{write.found or 'none'} -> {write.cpus or 'inherit'} ({write.why})"
 
     def _reasons(self, label: str, reasons: Iterable[Because]) -> Iterator[tuple[str, str]]:
-        for one in reasons:
-            yield label, f"{self.names.of(one.path)}: {one.text}" if one.path else one.text
+        return _listed(label, [reason(one, self.names) for one in reasons])
 
     def _cpu(self, one: CPUAnswer) -> Iterator[tuple[str, str]]:
         yield "", f"CPU {one.cpu}: {self._of(one)}"
@@ -172,6 +171,11 @@ class Telling:
         yield from _listed("may run there", names or ["no container"])
         yield from _listed("must not, but may", [self.names.of(path) for path in one.strangers])
         yield "besides", "host services and kernel threads, which this agent does not confine"
+
+
+def reason(one: Because, names: Names) -> str:
+    """A reason as a sentence, with the name of whom it is about."""
+    return f"{names.of(one.path)}: {one.text}" if one.path else one.text
 
 
 def _headline(one: ContainerAnswer) -> str:

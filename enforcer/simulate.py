@@ -25,6 +25,7 @@ from enforcer.core.state import State
 from enforcer.core.topology import CPUTopology
 from enforcer.core.whatif import NewContainer, NewPod, Pass, add_pod, settled
 from enforcer.describe import cpu_of, options_of
+from enforcer.explain import reason
 from enforcer.labels import Labels, find_pod, holding
 from enforcer.layout import colour, jsonable, print_json, table, width, wrapped
 from enforcer.output import say
@@ -33,6 +34,7 @@ from enforcer.status import cpu_map
 from enforcer.status.model import named
 
 _MOST_WRITES: Final = 40
+_MOST_WAITING: Final = 8
 _POD: Final = re.compile(r"(?P<name>[^=:]+)(?:=(?P<cpus>[^:]*))?(?::(?P<qos>.+))?", re.DOTALL)
 
 
@@ -220,9 +222,7 @@ def placements(simulation: Simulation) -> Mapping[str, Placement]:
     for path, mine in simulation.after.assignments.items():
         before = simulation.start.assignments.get(path)
         if before is None or before.cpus != mine.cpus:
-            place = end.container(path).placement
-            if place is not None:
-                found[path] = place
+            found[path] = end.placement(mine)
     return found
 
 
@@ -283,8 +283,9 @@ def to_text(done: Simulation, columns: int, *, coloured: bool) -> list[str]:
 
 def _stage(stage: Stage, columns: int) -> Iterator[str]:
     names, gone = Labels(stage.done.view), Labels(stage.view)
-    for note in stage.done.plan.notes:
-        yield from wrapped(f"{note.kind} {_named(note.path, names, gone)}: {note.text}", columns, "   ")
+    told = [f"{n.kind} {_named(n.path, names, gone)}: {n.text}" for n in stage.done.plan.notes]
+    for text in _cut(told):
+        yield from wrapped(text, columns, "   ")
     for path in stage.done.enabled:
         yield from wrapped(f"the cpuset controller is switched on in {shown(path)}", columns, "   ")
     writes = stage.done.plan.writes
@@ -307,25 +308,38 @@ def _write(number: int, one: Write, names: Labels) -> tuple[str, ...]:
 def _unsatisfied(done: Simulation, columns: int) -> Iterator[str]:
     names = Labels(done.view)
     explainer = Explainer(done.view, done.after, done.node.policy, done.node.now)
-    for path in done.after.unsatisfied:
-        answer = explainer.container(path)
+    for path in list(done.after.unsatisfied)[:_MOST_WAITING]:
         yield ""
         yield from wrapped(f"{names.of(path)} cannot have what it asks for", columns, "! ")
-        for one in answer.because:
-            yield from wrapped(f"{names.of(one.path)}: {one.text}" if one.path else one.text, columns, "  - ")
-        for holder in answer.holders:
-            yield from wrapped(f"taken: {holding(holder, names)}", columns, "  - ")
-        yield from wrapped(f"reserved: {named(done.node.policy.reserved)}", columns, "  - ")
+        for one in explainer.container(path).because[:_MOST_WAITING]:
+            yield from wrapped(reason(one, names), columns, "  - ")
+    if len(done.after.unsatisfied) > _MOST_WAITING:
+        yield f"! and {len(done.after.unsatisfied) - _MOST_WAITING} more (--json has them all)"
+    if done.after.unsatisfied:
+        taken = [holding(holder, names) for holder in explainer.holders()]
+        yield from ("", "Taken:")
+        for text in [*_cut(taken), f"{named(done.node.policy.reserved)} reserved: never given out"]:
+            yield from wrapped(text, columns, "  - ")
 
 
 def _why(done: Simulation, columns: int) -> Iterator[str]:
     names, topology = Labels(done.view), done.view.topology
-    for path, place in sorted(placements(done).items(), key=lambda pair: pair[1].steps[0].cpus.first):
-        mine = done.after.assignments[path]
+    owners = done.after.assignments
+    # by the lowest CPU
+    placed = sorted(placements(done).items(), key=lambda pair: owners[pair[0]].cpus.mask & -owners[pair[0]].cpus.mask)
+    for path, place in placed[:_MOST_WRITES]:
+        mine = owners[path]
         yield ""
         yield from wrapped(f"{names.of(path)} has {named(mine.cpus)} ({units(topology, mine.cpus)}):", columns)
         for step in place.steps:
             yield from wrapped(str(step), columns, "  - ")
+    if len(placed) > _MOST_WRITES:
+        yield f"and {len(placed) - _MOST_WRITES} more (--json has them all)"
+
+
+def _cut(texts: list[str]) -> list[str]:
+    more = len(texts) - _MOST_WRITES
+    return [*texts[:_MOST_WRITES], f"and {more} more (--json has them all)"] if more > 0 else texts
 
 
 def units(topology: CPUTopology, cpus: CPUSet) -> str:

@@ -192,7 +192,7 @@ class Explainer:
         because: list[Because] = []
         if mine is not None:
             because += self._owner(one, mine)
-            answer = replace(answer, placement=self._placement(mine), after_restart=tuple(self._restart(one, mine)))
+            answer = replace(answer, placement=self.placement(mine), after_restart=tuple(self._restart(one, mine)))
         if answer.waiting is not None:
             because += self._no_room(answer.waiting, pod)
             answer = replace(answer, holders=self.holders(without=answer.path))
@@ -217,7 +217,8 @@ class Explainer:
         if gone:
             yield Because("gone", f"CPUs {gone} of its own are offline or not for pods any more", gone)
 
-    def _placement(self, mine: Assignment) -> Placement:
+    def placement(self, mine: Assignment) -> Placement:
+        """Why an owner has these CPUs, recomputed against what is free now and its own."""
         own = mine.cpus & self.view.topology.cpus
         free = self.draft.free_for(mine.pod) | own
         try:
@@ -255,9 +256,11 @@ class Explainer:
             yield Because("smt", f"full-pcpus-only is on and a core has {size} CPUs: ask for a multiple of {size}",
                           number=size)  # fmt: skip
             return
-        before = [u for u in self.decided.unsatisfied.values() if u.since < waiting.since]
-        for one in sorted(before, key=lambda u: u.since):
-            yield Because("before-it", f"has waited longer, for {_cpus(one.asked)}", number=one.asked, path=one.path)
+        # in the order in which free CPUs are offered; a stable sort, as in plan()
+        queue = sorted(self.decided.unsatisfied.values(), key=lambda u: u.since)
+        for one in queue[: queue.index(waiting)]:
+            text = f"comes before it when CPUs come free (asks for {_cpus(one.asked)})"
+            yield Because("before-it", text, number=one.asked, path=one.path)
         yield from self._would_help(waiting)
 
     def _would_help(self, waiting: Unsatisfied) -> Iterator[Because]:

@@ -157,7 +157,8 @@ CLAIMS: dict[str, Claim] = {
     "smt": lambda e, p, c, b: e.policy.options.full_cores
     and {mask.bit_count() for mask in e.view.topology.cores.values()} == {b.number}
     and e.decided.unsatisfied[c.group.path].asked % b.number > 0,
-    "before-it": lambda e, p, c, b: e.decided.unsatisfied[b.path].since < e.decided.unsatisfied[c.group.path].since,
+    "before-it": lambda e, p, c, b: e.decided.unsatisfied[b.path].since <= e.decided.unsatisfied[c.group.path].since
+    and b.path != c.group.path and b.number == e.decided.unsatisfied[b.path].asked,
     "would-help": lambda e, p, c, b: would_help(e, b.path, c.group.path),
     "none-would-help": lambda e, p, c, b: none_helps(e, c),
     "back": lambda e, p, c, b: comes_back(e, c) == b.cpus == e.decided.assignments[c.group.path].cpus,

@@ -233,7 +233,7 @@ def test_the_exit_code_says_that_somebody_waits(file: str, capsys: pytest.Captur
     assert "pod new container c1 cannot have what it asks for" in flat
     assert "asks for 6 CPUs, has 0 of its own, and 2 are free for it" in flat
     assert "pod ml: if this pod went, there would be room" in flat
-    assert "taken: CPUs 4-7,12-15 by pod ml container c1" in flat
+    assert "Taken: - CPUs 1-2,9-10 by pod db container c1 - CPUs 4-7,12-15 by pod ml container c1" in flat
 
 
 def test_json_says_the_same(file: str, capsys: pytest.CaptureFixture[str]) -> None:
