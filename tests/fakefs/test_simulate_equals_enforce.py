@@ -14,11 +14,13 @@ import pytest
 from enforcer.apply import Applier
 from enforcer.config import Config, PolicyOptions
 from enforcer.core.adopt import adopt
+from enforcer.core.cpulimits import CPULimits
 from enforcer.core.cpuset import EMPTY, CPUSet
 from enforcer.core.node import Group, NodeView
 from enforcer.core.plan import plan
 from enforcer.core.policy import Policy
 from enforcer.core.state import State, from_document, to_document
+from enforcer.core.whatif import settled
 from enforcer.describe import parse
 from enforcer.kernel.cgroupfs import CgroupFS, WriteResult
 from enforcer.observe import Observer
@@ -94,10 +96,10 @@ class Still(Observer):
         self.view = view
 
 
-def enforced(recorded: Recorded) -> tuple[State, DictKernel]:
+def enforced(recorded: Recorded, running: State | None = None) -> tuple[State, DictKernel]:
     """What enforce makes of the node: its own adopt(), Reconciler and Applier."""
     fs = DictKernel(recorded.view)
-    state, _ = adopt(recorded.view, recorded.state, recorded.policy, recorded.now)
+    state = running or adopt(recorded.view, recorded.state, recorded.policy, recorded.now)[0]
     applier = Applier(fs, recorded.machine.possible, lambda seconds: None, None, dry=False)
     reconciler = Reconciler(
         Still(recorded.view, fs), applier, recorded.policy, lambda: recorded.now, state=state
@@ -135,6 +137,27 @@ def test_the_same_on_500_random_nodes() -> None:
         waiting += len(state.unsatisfied)
         foreign += len(state.foreign)
     assert min(owners, waiting, foreign) > 50, "the nodes are no test of anything"
+
+
+def test_the_same_when_owners_let_go() -> None:
+    """Limits that are whole no more: sets of single containers are taken away again, which no start does."""
+    cleared = 0
+    for seed in range(100):
+        recorded = parse(described(random.Random(seed)), f"node {seed}")
+        before = simulate(recorded)
+        view = before.view
+        for path in before.after.assignments:
+            one = view.find_container(path)
+            assert one is not None
+            view = view.with_container(replace(one, limits=CPULimits(150_000, 100_000, shares=1536)))
+        changed = replace(recorded, view=view, state=before.after, now=50.0)
+        done = settled(view, before.after, recorded.policy, changed.now)
+        state, kernel = enforced(changed, before.after)
+        assert decided(done.state) == decided(state), seed
+        assert not state.assignments.keys() & before.after.assignments.keys()
+        assert {p: g.effective for p, g in groups(done.view).items()} == {p: kernel.effective(p) for p in kernel.cpus}
+        cleared += sum(write.cpus is None for write in done.plan.writes)
+    assert cleared > 20
 
 
 def test_the_same_from_a_file() -> None:

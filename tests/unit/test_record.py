@@ -22,7 +22,7 @@ from enforcer import record
 from enforcer.config import Config
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import ConfigError
-from enforcer.core.node import NodeView
+from enforcer.core.node import Group, NodeView, Phase
 from enforcer.core.state import Held
 from enforcer.describe import parse
 from enforcer.record import Recorded, archive
@@ -37,6 +37,10 @@ def some_node(seed: int = 3) -> Recorded:
     node = enforced(parse(described(random.Random(seed)), "a node"))
     held = {"/kubepods/podp0": (Held(CPUSet([1]), 3.0), Held(CPUSet([2]), 4.0, claim=True, until=9.0))}
     state = replace(node.state, held=held)
+    for _pod, one in list(node.view.containers())[:1]:
+        nested = (Group(f"{one.group.path}/inner", CPUSet([1]), CPUSet([1])),)
+        newborn = replace(one, phase=Phase.BIRTH, born=4.0, limits_since=5.0, given=CPUSet([1]), nested=nested)
+        node = replace(node, view=node.view.with_container(replace(newborn, populated=False)))
     conflicts = {"/kubepods/podp0": (CPUSet([1, 2]), 11)}
     info = replace(node.info, conflicts=conflicts, drift_repairs=13)
     return replace(node, state=state, info=info, now=77.5, kubelet_policy="none", notes=("a note",))
