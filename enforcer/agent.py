@@ -10,40 +10,23 @@ import logging
 import os
 import selectors
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
 from enforcer.checkpoint import Checkpointer, Document
 from enforcer.core.errors import EnforcerError
 from enforcer.core.kubepods import shown
-from enforcer.observe import EVERYTHING, NOTHING, Dirty
+from enforcer.observe import EVERYTHING, Dirty
 from enforcer.reconcile import Reconciler
+from enforcer.sources import Source, Ticker, wake_up
+from enforcer.tally import Tally
 
 log = logging.getLogger(__name__)
 
 _SLICE = 0.001  # seconds of a full pass at a time
 _NEVER = float("inf")
 _ROUNDS = 100  # of hot events in a row, before timers and full pass get a turn
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Something that wakes the loop: `take` is called when `fileno` is readable and says what has to be looked at."""
-
-    fileno: int
-    take: Callable[[], Dirty]
-
-
-class Ticker(Protocol):
-    """Something that has to be done at a time of its own."""
-
-    def due(self) -> float:
-        """When, in seconds of the loop's clock."""
-
-    def tick(self) -> Dirty:
-        """Does it, if it is due; says what has to be looked at then."""
 
 
 @dataclass
@@ -61,10 +44,10 @@ class Agent:
     rescan: float
     reload: Callable[[], None] = lambda: None
     check: Callable[[], None] = lambda: None
-    tickers: list[Ticker] = field(default_factory=list)
+    tickers: Sequence[Ticker] = ()
+    tally: Tally = field(default_factory=Tally)
     notify: Callable[[str], None] = lambda text: None
     stopping: bool = False
-    rescans: int = 0
     _full: Iterator[None] | None = None
     _wanted: bool = True
     _plan_all: bool = False
@@ -81,7 +64,7 @@ class Agent:
         for number, handler in self._handlers().items():
             signal.signal(number, handler)
         try:
-            for source in (*self.sources, Source(wake, lambda: _emptied(wake))):
+            for source in (*self.sources, wake_up(wake)):
                 selector.register(source.fileno, selectors.EVENT_READ, source)
             while not self.stopping:
                 self._round(selector)
@@ -105,20 +88,22 @@ class Agent:
     # one turn
 
     def _round(self, selector: selectors.BaseSelector) -> None:
-        pods: frozenset[str] = frozenset()
         timeout = self._timeout()
         for _ in range(_ROUNDS):
             ready = selector.select(timeout)
+            began = self.clock()
             timeout = 0
             if not ready:
                 break
             dirty = self._take(key.data for key, _ in ready)
-            pods |= dirty.pods
             if dirty.pods:
                 self._hot(dirty.pods)
+            self.tally.loop.observe(self.clock() - began)
+        began = self.clock()
         self._timers()
         self._advance()
         self.save()
+        self.tally.loop.observe(self.clock() - began)
 
     def _take(self, sources: Iterator[Source]) -> Dirty:
         pods: frozenset[str] = frozenset()
@@ -172,7 +157,6 @@ class Agent:
             if self._wanted or now >= self._due_full:
                 self._wanted, self._plan_all = False, False
                 self._due_full = now + self.rescan
-                self.rescans += 1
                 self._full = self.reconciler.full()
             elif self._plan_all:
                 self._plan_all = False
@@ -208,11 +192,3 @@ class Agent:
             self._reload_asked = True
 
         return {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
-
-
-def _emptied(fd: int) -> Dirty:
-    try:
-        os.read(fd, 4096)
-    except BlockingIOError:
-        return NOTHING
-    return NOTHING

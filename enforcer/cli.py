@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 
 from enforcer import __version__
 from enforcer.apply import Applier
+from enforcer.audit import plan_audit
+from enforcer.child import die_with
 from enforcer.config import DEFAULT_PATH, Config, Mode, load
 from enforcer.core.errors import CannotWorkHereError, ConfigError, EnforcerError
 from enforcer.core.unpin import plan_unpin
@@ -25,7 +28,7 @@ from enforcer.kernel.sysfs import read_topology
 from enforcer.lock import take_lock
 from enforcer.observe import Observer
 from enforcer.output import drop, say
-from enforcer.service import STATE_FILE, Service, connect_units, load_state
+from enforcer.service import AUDIT_FILE, STATE_FILE, Service, connect_units, load_state, policy_of
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
 _SYSTEMD_ANSWERS = 10.0  # seconds
@@ -74,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     reset = _command(commands, "reset", "give back every set that the agent wrote; it must be stopped", _reset)
     reset.add_argument("--json", action="store_true", help="print JSON, for programs")
+    audit = _command(commands, "audit", "print what enforce mode would write now, as findings; writes nothing", _audit)
+    plan_audit.add_arguments(audit)
+    metrics = _command(commands, "metrics", "serve the agent's state to Prometheus; the agent starts it", _metrics)
+    metrics.add_argument("--listen", metavar="HOST:PORT", help="goes before the config's metrics-listen")
+    metrics.add_argument("--state-dir", type=Path, metavar="DIR", help="goes before the config's state-dir")
+    metrics.add_argument("--parent", type=int, metavar="PID", help="end when this process does")
     about = "show the agent at work on this machine's real cgroups, without Kubernetes; removes all it made"
     demo = commands.add_parser("demo", help=about, description=_sentence(about))
     demo.add_argument("--json", action="store_true", help="print only the list of checks, as JSON")
@@ -103,6 +112,8 @@ def _config(arguments: argparse.Namespace) -> Config:
 def _run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     set_up_logging(arguments.verbose)
+    # One that comes before the agent listens means the config that is being read just now.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if os.geteuid() != 0 and config.mode is Mode.ENFORCE:
         raise CannotWorkHereError("mode enforce writes cpusets and must run as root", hint="try sudo")
     with take_lock(config.state_dir):
@@ -157,6 +168,29 @@ def _give_back(config: Config, observer: Observer) -> tuple[list[str], int]:
     if not failed:
         (config.state_dir / STATE_FILE).unlink(missing_ok=True)
     return ([problem] if problem else []) + failed, len(results) - len(failed)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from enforcer.status import read_agent
+
+    return plan_audit.main(arguments, _config(arguments), policy_of, read_agent)
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    from enforcer.exporter import Exporter, parse_address
+
+    if arguments.parent:
+        die_with(arguments.parent)
+    # The agent's own call does not depend on a config that somebody is editing.
+    config = Config() if arguments.listen and arguments.state_dir else _config(arguments)
+    folder = arguments.state_dir or config.state_dir
+    address = arguments.listen or config.metrics_listen
+    if not address:
+        raise ConfigError("metrics-listen is empty: no metrics are served", hint="set it, or give --listen HOST:PORT")
+    set_up_logging(False)
+    with Exporter(parse_address(address), (folder / STATE_FILE, folder / AUDIT_FILE)) as server:
+        server.serve_forever()
+    return GOOD
 
 
 def _demo(arguments: argparse.Namespace) -> int:

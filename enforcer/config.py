@@ -46,6 +46,9 @@ EXAMPLE: Final = """\
 # SCHED_FIFO 1 for the thread that pins; nice where that is refused.
 #fifo = true
 
+# Where the Prometheus metrics are served (a process of its own); "" for nowhere.
+#metrics-listen = "127.0.0.1:9967"
+
 #state-dir = "/run/cpuset-enforcer"
 #kubelet-root = "/var/lib/kubelet"
 # The default is config.yaml in the kubelet-root.
@@ -120,6 +123,7 @@ class Config:
     rescan: float = 60.0
     hold: float = 10.0
     fifo: bool = True
+    metrics_listen: str = "127.0.0.1:9967"
     state_dir: Path = Path("/run/cpuset-enforcer")
     kubelet_root: Path = Path("/var/lib/kubelet")
     kubelet_config: Path | None = None
@@ -246,6 +250,17 @@ def _root(value: object) -> str:
     return path
 
 
+def _address(value: object) -> str:
+    """A host is looked up by whoever listens; here the form counts."""
+    text = str(value)
+    host, colon, port = text.rpartition(":")
+    if not isinstance(value, str) or (text and not (colon and port.isascii() and port.isdigit())):
+        raise ValueError("")
+    if text and not 0 < int(port) < 65536:
+        raise ValueError(f"{port} is no port")
+    return text
+
+
 _BOOLEAN: Final = _Key("true or false", _boolean)
 _ABSOLUTE: Final = _Key('an absolute path such as "/run/cpuset-enforcer"', _path)
 
@@ -259,6 +274,7 @@ KEYS: Final[Mapping[str, _Key]] = {
     "rescan-seconds": _number(1, 3600),
     "hold-seconds": _number(0.1, 60),
     "fifo": _BOOLEAN,
+    "metrics-listen": _Key('HOST:PORT such as "127.0.0.1:9967", or "" for no metrics', _address),
     "state-dir": _ABSOLUTE,
     "kubelet-root": _ABSOLUTE,
     "kubelet-config": _ABSOLUTE,
@@ -363,6 +379,7 @@ def _build(values: Mapping[str, Any], source: str) -> Config:
         rescan=values.get("rescan-seconds", default.rescan),
         hold=values.get("hold-seconds", default.hold),
         fifo=values.get("fifo", default.fifo),
+        metrics_listen=values.get("metrics-listen", default.metrics_listen),
         state_dir=values.get("state-dir", default.state_dir),
         kubelet_root=values.get("kubelet-root", default.kubelet_root),
         kubelet_config=values.get("kubelet-config"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
+from errno import errorcode
 
 from enforcer.apply import Applier, Outcome
 from enforcer.core.decide import NEVER, Note
@@ -13,9 +14,11 @@ from enforcer.core.node import parent_of
 from enforcer.core.plan import Plan, Write, plan, plan_steps
 from enforcer.core.policy import Policy
 from enforcer.core.state import State
+from enforcer.core.targets import Kind
 from enforcer.core.unpin import plan_unpin
 from enforcer.kernel.cgroupfs import describe
 from enforcer.observe import Observer
+from enforcer.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ _RETRY_MOST = 5.0
 _NOW = float("-inf")
 _CONTROL = "subtree_control:"
 _MOST_PROBLEMS = 1000
+_TIMED = frozenset({"assigned", "resized"})
 _WARN = frozenset({"unsatisfied", "drift", "conflict", "foreign", "not-adopted"})
 
 
@@ -55,6 +59,7 @@ class Reconciler:
         state: State | None = None,
         who: Callable[[str], str | None] = lambda path: None,
         save: Callable[[], None] = lambda: None,
+        tally: Tally | None = None,
     ) -> None:
         self.observer = observer
         self.applier = applier
@@ -62,14 +67,14 @@ class Reconciler:
         self.state = state or State()
         self.wake_at = NEVER
         self.would_write: dict[str, str] = {}
-        self.would_writes = 0
-        self.writes = 0
+        self.tally = tally or Tally()
         self._clock = clock
         self._who = who
         self._save = save
         self._fresh: dict[str, Outcome] = {}
         self._retries: dict[str, _Retry] = {}
         self._pass = 0
+        self._decided: dict[str, str] = {}  # container -> what its first write is timed as
         self._problems: dict[str, str] = {}
 
     # passes
@@ -83,7 +88,7 @@ class Reconciler:
             for path in pods:
                 self.observer.look(path)
             made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
-        self._accept(made, full=False)
+        self._accept(made, pods)
         self._save_first(made)
         for outcome in self.applier.apply(self._without_waiting(made), self._retries.__contains__):
             self._record(outcome)
@@ -121,7 +126,7 @@ class Reconciler:
         if made is None or self._enable(made):
             yield from self.observer.scan()
             return False
-        self._accept(made, full=True)
+        self._accept(made, None)
         self._save_first(made)
         for outcome in self.applier.apply(self._without_waiting(made), self._retries.__contains__):
             self._record(outcome)
@@ -209,10 +214,16 @@ class Reconciler:
         """The state as it is to be saved."""
         return self._current()
 
-    def _accept(self, made: Plan, *, full: bool) -> None:
+    def _accept(self, made: Plan, pods: Collection[str] | None) -> None:
+        """Takes a plan's decisions; `pods` None = it was about everything."""
+        full = pods is None
+        self.tally.add(self.tally.passes, "full" if full else "hot")
         self.state = made.state
         self.wake_at = made.wake_at if full else min(self.wake_at, made.wake_at)
         for note in made.notes:
+            self.tally.add(self.tally.decisions, note.kind)
+            if note.kind in _TIMED:
+                self._decided[note.path] = "full" if pods is None else "event" if parent_of(note.path) in pods else ""
             self._tell(note)
         if self.applier.dry and full:
             wanted = {w.path for w in made.writes}
@@ -232,19 +243,30 @@ class Reconciler:
             text = f"{write.found or 'none'} -> {write.cpus or 'inherit'} ({write.why})"
             if self.would_write.get(write.path) != text:
                 self.would_write[write.path] = text
-                self.would_writes += 1
                 log.info("would write %s: %s", label(write.path), text)
             return
-        self.writes += 1
         if result.gone:
+            self.tally.add(self.tally.writes, "gone")
             self._retries.pop(write.path, None)
         elif result.errno is None and (write.cpus is None or result.found == write.cpus):
+            self.tally.add(self.tally.writes, "ok")
             self._fresh[write.path] = outcome
             self._retries.pop(write.path, None)
             self.observer.wrote(write.path, result.found, result.effective)
-            log.debug("wrote %s: %s -> %s (%s)", label(write.path), write.found, write.cpus, write.why)
+            self._time(write)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("wrote %s: %s -> %s (%s)", label(write.path), write.found, write.cpus, write.why)
         else:
+            self.tally.add(self.tally.writes, "error")
+            self.tally.add(self.tally.write_errors, errorcode.get(result.errno or 0, "no effect"))
             self._failed(write, _printable(outcome.problem or describe(result)))
+
+    def _time(self, write: Write) -> None:
+        """From limits seen to own set written; not for one that had to wait until CPUs came free."""
+        trigger = self._decided.pop(write.path, "") if write.kind is Kind.OWNER else ""
+        container = self.observer.view.find_container(write.path) if trigger else None
+        if container is not None and container.limits_since > float("-inf"):
+            self.tally.pinned(trigger, self._clock() - container.limits_since)
 
     def _failed(self, write: Write, text: str) -> None:
         before = self._retries.get(write.path)
@@ -256,7 +278,9 @@ class Reconciler:
     def _tell(self, note: Note) -> None:
         text = note.text
         if note.kind in ("drift", "conflict"):
-            text = f"{text} (written by {_printable(self._who(note.path) or 'a writer that cannot be named')})"
+            writer = _printable(self._who(note.path) or "a writer that cannot be named")
+            self.tally.add(self.tally.drift, writer.partition("(")[2].rstrip(")") or "unknown")
+            text = f"{text} (written by {writer})"
         level = logging.WARNING if note.kind in _WARN else logging.INFO
         prefix = "audit: would be " if self.applier.dry and level == logging.INFO else ""
         log.log(level, "%s%s %s: %s", prefix, note.kind, label(note.path), text)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 from enforcer import __version__
-from enforcer.agent import Agent, Source
+from enforcer.agent import Agent
 from enforcer.apply import Applier
 from enforcer.audit.kubelet import KubeletView
 from enforcer.checkpoint import Checkpointer, load
+from enforcer.child import Child
 from enforcer.config import Config, Mode
 from enforcer.core.adopt import adopt, foreign_owners
 from enforcer.core.cpuset import CPUSet
@@ -23,16 +25,20 @@ from enforcer.core.node import NodeView
 from enforcer.core.policy import Policy
 from enforcer.core.reserved import resolve_reserved
 from enforcer.core.state import State, from_document, to_document
+from enforcer.figures import figures
 from enforcer.guard import KubeletGuard
 from enforcer.journal import sd_notify
 from enforcer.kernel import affinity, procfs
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.hotplug import HotplugMonitor
 from enforcer.kernel.sysfs import Machine, read_topology
+from enforcer.kernel.watch import Kind as Happened
 from enforcer.kernel.watch import Watcher
 from enforcer.kernel.writers import WriterWatch
 from enforcer.observe import EVERYTHING, FILES, NOTHING, Dirty, Observer
 from enforcer.reconcile import Reconciler, label
+from enforcer.sources import Source, Ticker
+from enforcer.tally import Tally
 from enforcer.units import UnitSync
 
 log = logging.getLogger(__name__)
@@ -40,6 +46,8 @@ log = logging.getLogger(__name__)
 STATE_FILE: Final = "state.json"
 AUDIT_FILE: Final = "audit.json"
 _MOST_WOULD_WRITE: Final = 1000
+# What is used once, at the start.
+_AT_START: Final = ("state_dir", "roots", "kubelet_root", "kubelet_config", "hold", "fifo", "metrics_listen")
 _WRITER_SEEN: Final = 5.0  # seconds back in which the writer of a drift is looked for
 
 
@@ -70,7 +78,7 @@ def load_state(config: Config, boot_id: str) -> tuple[State, str | None]:
         return State(), str(error)
 
 
-def connect_units(fs: CgroupFS, clock: Callable[[], float]) -> UnitSync | None:
+def connect_units(fs: CgroupFS, clock: Callable[[], float], tally: Tally | None = None) -> UnitSync | None:
     """The bridge to systemd, where it may write cpusets itself (v2); None where there is no systemd."""
     if fs.version == 1:
         return None
@@ -78,7 +86,7 @@ def connect_units(fs: CgroupFS, clock: Callable[[], float]) -> UnitSync | None:
     from enforcer.kernel.systemd import UnitProperties
 
     try:
-        return UnitSync(UnitProperties.connect(), fs.read_cpus, clock)
+        return UnitSync(UnitProperties.connect(), fs.read_cpus, clock, tally)
     except CannotWorkHereError as error:
         log.info("cpusets are written to the files only: %s", error)
         return None
@@ -118,6 +126,7 @@ class Service:
         self._guard = KubeletGuard(config.kubelet_root, config.kubelet_config_path)
         self._enforcing = config.mode is Mode.ENFORCE
         self._left = ""
+        self._tally = Tally()
         self._units: UnitSync | None = None
         self._writers: WriterWatch | None = None
         self._hotplug: HotplugMonitor | None = None
@@ -154,8 +163,16 @@ class Service:
         self._open_sources(state)
         self._resolved_for = self._observer.view.allowed
         self._reconciler = Reconciler(
-            self._observer, self._applier, policy, self._clock, state=state, who=self._who, save=self._save_now
+            self._observer,
+            self._applier,
+            policy,
+            self._clock,
+            state=state,
+            who=self._who,
+            save=self._save_now,
+            tally=self._tally,
         )
+        tickers: list[Ticker] = [*self._exporter(), *([self._units] if self._units else [])]
         self._agent = Agent(
             self._reconciler,
             self._clock,
@@ -166,7 +183,8 @@ class Service:
             reload=self._reload,
             check=self._check,
             notify=self._ready,
-            tickers=[self._units] if self._units else [],
+            tickers=tickers,
+            tally=self._tally,
         )
 
     def _policy(self, config: Config) -> Policy:
@@ -201,7 +219,7 @@ class Service:
         self._open_units(state)
 
     def _open_units(self, state: State) -> None:
-        self._units = connect_units(self._fs, self._clock)
+        self._units = connect_units(self._fs, self._clock, self._tally)
         if self._units is None:
             return
         self._applier.units = self._units
@@ -209,6 +227,16 @@ class Service:
         # An agent that died between a file and its unit's value left the two apart.
         for path, cpus in state.written.items() if self._enforcing else ():
             self._units.tell(path, cpus)
+
+    def _exporter(self) -> list[Child]:
+        """The process that answers scrapes; none when metrics-listen is empty."""
+        if not self.config.metrics_listen:
+            return []
+        command = [sys.executable, "-m", "enforcer", "metrics", "--listen", self.config.metrics_listen]
+        command += ["--state-dir", str(self.config.state_dir), "--parent", str(os.getpid())]
+        child = Child("the exporter of the metrics", command, self._clock)
+        self._sources.append(Source(child.fileno(), child.take))
+        return [child]
 
     def _keep_to_ourselves(self) -> None:
         for problem in affinity.pin_self(self._reconciler.policy.reserved):
@@ -224,6 +252,7 @@ class Service:
         everything = False
         for event in self._watcher.drain():
             dirty = self._observer.handle(event)
+            self._tally.overflows += event.kind is Happened.OVERFLOW
             pods |= dirty.pods
             everything |= dirty.everything
         return Dirty(pods, everything)
@@ -341,7 +370,18 @@ class Service:
             "roots": list(self.config.roots),
             "would_write": dict(list(self._reconciler.would_write.items())[:_MOST_WOULD_WRITE]),
             "retrying": self._reconciler.retrying(),
+            "figures": self._figures(),
+            "tally": self._tally.to_document(),
             "problems": {shown(path): text for path, text in self._observer.problems.items()},
+        }
+
+    def _figures(self) -> dict[str, Any]:
+        counts = figures(self._observer.view, self._reconciler.state, self._reconciler.policy)
+        return {
+            **counts,
+            "retrying": self._reconciler.retrying(),
+            "would_write": len(self._reconciler.would_write),
+            "enforcing": int(self._enforcing),
         }
 
     def _reload(self) -> None:
@@ -351,13 +391,14 @@ class Service:
         except (ConfigError, CannotWorkHereError) as error:
             log.error("the config was not taken, going on with the old one: %s", error)
             return
-        self.config = replace(config, state_dir=self.config.state_dir, roots=self.config.roots)
+        late = [name for name in _AT_START if getattr(config, name) != getattr(self.config, name)]
+        self.config = replace(config, **{name: getattr(self.config, name) for name in _AT_START})
         self._reconciler.policy = policy
         self._agent.rescan = config.rescan
         self._guard.look_again()
         log.info("config read again: mode %s, reserved CPUs %s", config.mode, policy.reserved)
-        if (config.state_dir, config.roots) != (self.config.state_dir, self.config.roots):
-            log.warning("state-dir and roots take effect at the next start only")
+        if late:
+            log.warning("these take effect at the next start only: %s", ", ".join(late).replace("_", "-"))
         if config.mode is Mode.AUDIT:
             self._leave("the config says mode audit now")
         elif not self._enforcing:

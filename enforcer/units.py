@@ -16,6 +16,7 @@ from enforcer.core.kubepods import unit_name
 from enforcer.core.node import parent_of
 from enforcer.kernel.systemd import Disconnected, Event, Reloading, Reply, UnitProperties
 from enforcer.observe import EVERYTHING, NOTHING, Dirty
+from enforcer.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,11 @@ class UnitSync:
     """
 
     def __init__(
-        self, units: UnitProperties, read: Callable[[str], CPUSet | None], clock: Callable[[], float]
+        self,
+        units: UnitProperties,
+        read: Callable[[str], CPUSet | None],
+        clock: Callable[[], float],
+        tally: Tally | None = None,
     ) -> None:
         self._units = units
         self._read = read
@@ -46,7 +51,8 @@ class UnitSync:
         self._retell: set[str] = set()
         self._told: set[str] = set()
         self._answered_at: dict[str, float] = {}  # unit -> when; until the file was read back
-        self.differed = 0  # times that the file was not what its unit had just been told
+        self._asked_at: dict[str, float] = {}
+        self._tally = tally or Tally()
         self._epoll = select.epoll()
         self._epoll.register(units.fileno(), select.EPOLLIN)
 
@@ -60,6 +66,7 @@ class UnitSync:
         if unit is not None:
             self._path[unit] = path
             self._wished[unit] = cpus
+            self._asked_at.setdefault(unit, self._clock())
             self._units.set_allowed_cpus(unit, cpus)
 
     def keep_only(self, paths: Set[str]) -> None:
@@ -130,6 +137,9 @@ class UnitSync:
         return NOTHING
 
     def _answered(self, reply: Reply) -> None:
+        asked = self._asked_at.pop(reply.unit, None)
+        if reply.ok and asked is not None:
+            self._tally.systemd.observe(self._clock() - asked)
         if reply.unit_gone:
             self._forget(reply.unit)
         elif reply.manager_away:
@@ -148,7 +158,7 @@ class UnitSync:
             path, wished = self._path.get(unit), self._wished.get(unit)
             found = self._read(path) if path and wished else None
             if path and found is not None and found != wished:
-                self.differed += 1
+                self._tally.systemd_differed += 1
                 pods |= {path, parent_of(path)}
         return Dirty(frozenset(pods))
 
@@ -161,7 +171,7 @@ class UnitSync:
             )  # fmt: skip
 
     def _forget(self, unit: str) -> None:
-        for kept in (self._path, self._wished, self._answered_at):
+        for kept in (self._path, self._wished, self._answered_at, self._asked_at):
             kept.pop(unit, None)
 
     def _lost(self, event: Disconnected) -> None:

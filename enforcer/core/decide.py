@@ -87,7 +87,7 @@ class Draft:
     def free_for(self, pod: str) -> CPUSet:
         """CPUs that may be given to a container of the pod: assignable, not owned, not held for another."""
         others = taken(self.assignments.values(), (h for p, h in self.held.items() if p != pod))
-        return self.allowed - self.policy.reserved - others - self.pinned_elsewhere
+        return self.view.allowed_in(pod) - self.policy.reserved - others - self.pinned_elsewhere
 
     def to_state(self) -> State:
         """The state that this draft has come to."""

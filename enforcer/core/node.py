@@ -119,6 +119,13 @@ class NodeView:
                 mask |= one.group.effective.mask
         return CPUSet.from_mask(mask & self.online.mask)
 
+    def allowed_in(self, path: str) -> CPUSet:
+        """CPUs that the pods of the root at or above a path may use; all that any root allows where there is none."""
+        for one in self.slices.values():
+            if one.is_root and f"{path}/".startswith(f"{one.group.path}/"):
+                return one.group.effective & self.online
+        return self.allowed
+
     def pods(self) -> Iterator[PodView]:
         """Every pod."""
         for one in self.slices.values():

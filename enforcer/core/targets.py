@@ -45,6 +45,12 @@ class _Pools:
     allowed: CPUSet
     special: dict[str, int]  # pod path -> mask of own and foreign CPUs below it
 
+    def within(self, allowed: CPUSet) -> _Pools:
+        """The part that one of several roots may use."""
+        if allowed == self.allowed:
+            return self
+        return _Pools(self.shared & allowed or allowed, self.reserved & allowed or allowed, allowed, self.special)
+
 
 def targets(draft: Draft, scope: Collection[str] | None) -> Iterator[Target | None]:
     """The target of every cgroup that may need a write; None between pods is a place to pause.
@@ -53,8 +59,9 @@ def targets(draft: Draft, scope: Collection[str] | None) -> Iterator[Target | No
     """
     pools = _Pools(draft.shared, draft.reserved, draft.allowed, _special(draft))
     every = scope is None or pools.shared != draft.old.shared
+    of_slice = _slice_v2 if draft.view.version == 2 else _slice_v1
     for one in draft.view.slices.values():
-        yield from (_slice_v2 if draft.view.version == 2 else _slice_v1)(draft, pools, one, None if every else scope)
+        yield from of_slice(draft, pools.within(draft.view.allowed_in(one.group.path)), one, None if every else scope)
 
 
 def _special(draft: Draft) -> dict[str, int]:

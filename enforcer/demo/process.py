@@ -37,6 +37,7 @@ class AgentProcess:
             f'roots = ["{root}"]',
             reserved,
             f'state-dir = "{self.state_dir}"',
+            'metrics-listen = ""',
             # The demo's pods are no kubelet's, whatever one has configured here.
             f'kubelet-root = "{folder}"',
         )

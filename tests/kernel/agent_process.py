@@ -31,6 +31,7 @@ class AgentProcess:
             "state-dir": str(self.state_dir),
             "kubelet-root": str(folder / "kubelet"),
             "fifo": False,
+            "metrics-listen": "",
             **config,
         }
         self.config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))

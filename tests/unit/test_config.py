@@ -40,6 +40,7 @@ cfs-quota = "off"
 rescan-seconds = 5
 hold-seconds = 2.5
 fifo = false
+metrics-listen = "[::1]:80"
 state-dir = "/run/x"
 kubelet-root = "/k"
 kubelet-config = "/etc/k.yaml"
@@ -73,6 +74,7 @@ def test_every_key() -> None:
         rescan=5,
         hold=2.5,
         fifo=False,
+        metrics_listen="[::1]:80",
         state_dir=Path("/run/x"),
         kubelet_root=Path("/k"),
         kubelet_config=Path("/etc/k.yaml"),

@@ -15,7 +15,8 @@ LEVELS = (
     {"core"},
     {"kernel", "runtimes", "tracing", "config"},
     {"observe", "names", "apply", "audit", "checkpoint", "metrics", "exporter", "tally", "journal", "lock", "output"},
-    {"reconcile", "guard", "units", "child"},
+    {"reconcile", "guard", "units", "child", "figures"},
+    {"sources"},
     {"agent"},
     {"service"},
     {

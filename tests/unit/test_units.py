@@ -10,6 +10,7 @@ import pytest
 from enforcer.core.cpuset import CPUSet
 from enforcer.core.errors import CannotWorkHereError
 from enforcer.kernel.systemd import Disconnected, Event, Reloading, Reply
+from enforcer.tally import Tally
 from enforcer.units import UnitSync
 
 SLICE = "/kubepods.slice/kubepods-burstable.slice"
@@ -65,7 +66,8 @@ class World:
         self.systemd = Systemd()
         self.now = 10.0
         self.files: dict[str, CPUSet] = {}
-        self.sync = UnitSync(self.systemd, self.files.get, lambda: self.now)  # type: ignore[arg-type]
+        self.tally = Tally()
+        self.sync = UnitSync(self.systemd, self.files.get, lambda: self.now, self.tally)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_file_is_read_back_after_the_answer(world: World) -> None:
     world.now += 0.3
     assert SLICE in world.sync.tick().pods
     assert not world.sync.lags(SLICE)
-    assert world.sync.differed == 1
+    assert world.tally.systemd_differed == 1
 
 
 def test_file_that_is_right_asks_for_nothing(world: World) -> None:
@@ -104,7 +106,7 @@ def test_file_that_is_right_asks_for_nothing(world: World) -> None:
     world.sync.take()
     world.now += 0.3
     assert world.sync.tick().pods == frozenset()
-    assert world.sync.differed == 0
+    assert world.tally.systemd_differed == 0
     assert world.sync.due() == float("inf")
 
 
