@@ -251,7 +251,7 @@ class Observer:
         # Only a set that is new says something: the parent's is widened meanwhile when its root's is.
         if container.phase is Phase.RUNNING or not group.cpus or group.cpus == container.group.cpus:
             return container.given
-        parent = (pod.group.cpus or EMPTY) if self._fs.version == 1 else self.view.allowed
+        parent = (pod.group.cpus or EMPTY) if self._fs.version == 1 else self.view.allowed_in(group.path)
         return hold.given_set(group.cpus, parent, ours=self._ours(group.path, group.cpus)) or container.given
 
     def _first_comm(self, path: str) -> tuple[str | None, bool]:

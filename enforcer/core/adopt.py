@@ -93,7 +93,7 @@ def _adopt_seen(work: _Adoption, pod: PodView, container: ContainerView) -> None
     asked = asked_cpus(container, work.policy)
     if path in work.assignments or path in work.recorded.foreign or asked is None or len(cpus) != asked:
         return
-    assignable = work.view.allowed - work.policy.reserved
+    assignable = work.view.allowed_in(path) - work.policy.reserved
     if not cpus <= assignable or not cpus.isdisjoint(work.used) or _also_elsewhere(work.view, container, cpus):
         return
     _take_over(work, Assignment(path, pod.group.path, cpus, asked, work.now, "found pinned at the start"))
@@ -103,7 +103,9 @@ def _also_elsewhere(view: NodeView, container: ContainerView, cpus: CPUSet) -> b
     """Another container has a narrow set of its own over these CPUs: then they are nobody's alone."""
     for _pod, other in view.containers():
         theirs = other.group.cpus
-        if other is not container and theirs and theirs < view.allowed and not theirs.isdisjoint(cpus):
+        if other is container or not theirs or theirs.isdisjoint(cpus):
+            continue
+        if theirs < view.allowed_in(other.group.path):
             return True
     return False
 
@@ -117,18 +119,18 @@ def _take_over(work: _Adoption, one: Assignment) -> None:
 def _find_foreign(work: _Adoption, container: ContainerView) -> None:
     path = container.group.path
     cpus = container.group.cpus or EMPTY
-    if not cpus or path in work.assignments or work.view.allowed <= cpus:
+    if not cpus or path in work.assignments or work.view.allowed_in(path) <= cpus:
         return
     if path in work.recorded.foreign:
         work.foreign[path] = cpus
-    elif path not in work.recorded.written and not _looks_like_our_pool(work, cpus):
+    elif path not in work.recorded.written and not _looks_like_our_pool(work, path, cpus):
         work.foreign[path] = cpus
         work.notes.append(Note("foreign", path, f"has CPUs {cpus} that are not ours; left alone"))
 
 
-def _looks_like_our_pool(work: _Adoption, cpus: CPUSet) -> bool:
+def _looks_like_our_pool(work: _Adoption, path: str, cpus: CPUSet) -> bool:
     """Left behind by an agent whose file is lost: a pool holds the reserved CPUs and nobody's own."""
-    reserved = work.policy.reserved & work.view.allowed
+    reserved = work.policy.reserved & work.view.allowed_in(path)
     return bool(reserved) and reserved <= cpus and cpus.isdisjoint(work.used)
 
 
