@@ -341,7 +341,8 @@ class Explainer:
             yield Because("offline", "it is offline, or there is no such CPU; nobody can run there")
             return
         if not one.allowed:
-            yield Because("not-for-pods", f"it is not in the kubepods root's set ({self.view.allowed or 'none'})")
+            inside = f"it is not in the kubepods root's set ({self.view.allowed or 'none'})"
+            yield Because("not-for-pods", inside if self.view.slices else "there is no kubepods cgroup on this node")
         if one.reserved:
             yield Because("reserved", "it is reserved: never given out exclusively" + (
                 "" if self.policy.strict else ", and part of the shared pool"))  # fmt: skip

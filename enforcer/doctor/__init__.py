@@ -1,4 +1,7 @@
-"""doctor: what of this node will work and what will not, each with the evidence and the remedy. Writes nothing."""
+"""doctor: what of this node will work and what will not, each with the evidence and the remedy.
+
+Nothing is written; only --probe makes a scratch cgroup for a moment.
+"""
 
 from __future__ import annotations
 

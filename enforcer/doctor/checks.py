@@ -184,7 +184,7 @@ class Examination:
             yield warning(
                 "isolcpus",
                 f"the kernel balances no task onto CPUs {isolated} (isolcpus)",
-                "a container of several of them runs on the first only unless it places its own threads; "
+                "all threads of a container may stay on one of them, unless it places them itself; "
                 "keep them out of the kubepods root, or boot without isolcpus",
             )
         else:

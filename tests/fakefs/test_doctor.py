@@ -199,7 +199,7 @@ def test_reserved_cpus_that_split_a_core(made: Node) -> None:
 
 def test_isolated_cpus(made: Node) -> None:
     write(made.folder / "sys", {"devices/system/cpu/isolated": "6-7"})
-    expect(made.check("isolcpus"), Level.WARNING, "6-7", "runs on the first only")
+    expect(made.check("isolcpus"), Level.WARNING, "6-7", "stay on one of them")
 
 
 def test_an_odd_machine(made: Node) -> None:

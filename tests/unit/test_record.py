@@ -319,7 +319,10 @@ def test_any_value_in_any_place_is_read_or_refused(data: st.DataObject) -> None:
 
 def test_escapes_do_not_reach_the_terminal() -> None:
     from enforcer.core.kubepods import shown
+    from enforcer.explain import Telling
+    from enforcer.labels import Found
     from enforcer.simulate import simulate, to_text
+    from enforcer.source import explainer
 
     bad = document()
     bad["notes"] = ["\x1b[2Jgone"]
@@ -330,6 +333,10 @@ def test_escapes_do_not_reach_the_terminal() -> None:
             pod["uid"] = f"\x1b[31m{number}"
     node = read(packed(bad))
     text = "\n".join(to_text(simulate(node), 100, coloured=False))
+    told = Telling(node, explainer(node))
+    things = [Found(pod=p.group.path) for p in node.view.pods()] + [Found(cpu=cpu) for cpu in node.view.online]
+    assert things
+    text += "\n".join(line for one in things for line in told.text(one, 100))
     assert "\x1b" not in text and "\x07" not in text
     assert shown("\x1b") in text
 
