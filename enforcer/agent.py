@@ -6,6 +6,7 @@ full pass is a generator that lets hot events in at least every millisecond.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import selectors
@@ -172,6 +173,8 @@ class Agent:
         self.check()
         if not self._ready and not self._wanted:
             self._ready = True
+            # What is here now stays: the collector need not go through it in the middle of a pin.
+            gc.freeze()
             self.save(force=True)
             self.notify("READY=1")
 

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from enforcer import __version__
+from enforcer import __version__, completion
 from enforcer.apply import Applier
 from enforcer.audit import plan_audit
 from enforcer.child import die_with
@@ -32,11 +34,20 @@ from enforcer.service import AUDIT_FILE, STATE_FILE, Service, connect_units, loa
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
 _SYSTEMD_ANSWERS = 10.0  # seconds
+# Modules of the same names, loaded only when they are called: the agent need not carry them.
+_QUESTIONS: Final = {
+    "explain": "say why a pod or container has its CPUs or has none, or whose a CPU is",
+    "simulate": "print what enforce would do, also with pods that come and go and other options; write nothing",
+    "topology": "show the machine's sockets, NUMA nodes, L3 caches and cores, as a table and as a map",
+    "record": "pack all that the plan reads of this node into one file, for simulate --from and bug reports",
+    "doctor": "check what of this node will work and what will not, with the remedy",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code. Every error of ours is told in words."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = _parser(words).parse_args(words)
     try:
         command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
@@ -56,7 +67,7 @@ def _told(error: EnforcerError, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cpuset-enforcer",
         description="Gives Guaranteed pods their own CPU cores and keeps all others off them.",
@@ -87,7 +98,25 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help=about, description=_sentence(about))
     demo.add_argument("--json", action="store_true", help="print only the list of checks, as JSON")
     demo.set_defaults(command=_demo)
+    _add_questions(parser, commands, words)
     return parser
+
+
+def _add_questions(parser: argparse.ArgumentParser, commands: Any, words: Sequence[str]) -> None:
+    for name, told in _QUESTIONS.items():
+        question = _command(commands, name, told, partial(_ask, name))
+        if name in words or "completion" in words:
+            import_module(f"enforcer.{name}").add_arguments(question)
+    script = _command(commands, "completion", "print a completion script for bash or zsh", partial(_complete, parser))
+    completion.add_arguments(script)
+
+
+def _ask(name: str, arguments: argparse.Namespace) -> int:
+    return int(import_module(f"enforcer.{name}").main(arguments, _config(arguments)))
+
+
+def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    return completion.main(arguments, _config(arguments), parser)
 
 
 def _command(

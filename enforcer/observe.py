@@ -94,7 +94,7 @@ class Observer:
     def scan(self) -> Iterator[None]:
         """Looks at everything again; yields between pods so that hot events get their turn."""
         self.problems.clear()
-        self._prune()
+        yield from self._prune()
         found = set()
         for root in self._find_roots():
             found.add(root)
@@ -422,10 +422,10 @@ class Observer:
         paths = (*self.view.slices, *(holder.pods if holder else ()), *(pod.containers if pod else ()))
         return [one.rpartition("/")[2] for one in paths if one != path and parent_of(one) == path]
 
-    def _prune(self) -> None:
+    def _prune(self) -> Iterator[None]:
         try:
-            if self._watcher is not None:
-                self._watcher.prune()
+            for _ in self._watcher.prune() if self._watcher is not None else ():
+                yield
         except EnforcerError as error:
             self._problem("/", str(error))
 

@@ -18,6 +18,7 @@ from enforcer.core.policy import Policy
 from enforcer.core.state import Assignment, Drift, Held, State, Unsatisfied, taken
 
 NEVER = float("inf")
+_STEP = 20  # pods that a full pass decides about before it lets go
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +108,23 @@ def decide(draft: Draft, scope: Iterable[str] | None) -> Iterator[None]:
     """Brings the draft's assignments up to date for the pods in `scope` (paths; None = all); yields between pods."""
     free_before = draft.allowed - draft.exclusive
     full = scope is None
-    pods = [p.group.path for p in draft.view.pods() if p.guaranteed] if scope is None else list(scope)
-    _sweep(draft, None if full else set(pods))
+    pods = [pod for path in scope if (pod := draft.view.find_pod(path))] if scope is not None else draft.view.pods()
+    _sweep(draft, None if scope is None else set(scope))
     _expire(draft)
-    _learn_foreign(draft, draft.view.pods() if full else _known(draft, pods))
-    for number, path in enumerate(sorted(pods)):
-        if number % 20 == 19:
+    guaranteed = []
+    for number, pod in enumerate(pods):
+        if number % _STEP == _STEP - 1:
             yield
-        pod = draft.view.find_pod(path)
-        if pod is not None and pod.guaranteed:
-            _decide_pod(draft, pod)
+        _learn_foreign(draft, pod)
+        if pod.guaranteed:
+            guaranteed.append(pod)
+    if full:
+        # What came free without an event goes to the longest waiting, not to the first path.
+        _retry(draft)
+    for number, pod in enumerate(sorted(guaranteed, key=lambda p: p.group.path)):
+        if number % _STEP == _STEP - 1:
+            yield
+        _decide_pod(draft, pod)
     if full or (draft.allowed - draft.exclusive) - free_before:
         _retry(draft)
 
@@ -130,13 +138,6 @@ def asked_cpus(container: ContainerView, policy: Policy) -> int | None:
         # A fresh cgroup reads as 1 CPU by its shares; only a running process says that they were written.
         return shares_only_cpus(limits) if container.phase is Phase.RUNNING and container.populated else None
     return whole_cpus(limits)
-
-
-def _known(draft: Draft, paths: Iterable[str]) -> Iterator[PodView]:
-    for path in paths:
-        pod = draft.view.find_pod(path)
-        if pod is not None:
-            yield pod
 
 
 def _sweep(draft: Draft, scope: set[str] | None) -> None:
@@ -200,25 +201,24 @@ def _expire(draft: Draft) -> None:
             _set_holds(draft, pod, live)
 
 
-def _learn_foreign(draft: Draft, pods: Iterable[PodView]) -> None:
+def _learn_foreign(draft: Draft, pod: PodView) -> None:
     """A set given at birth by somebody else is not ours to write; its CPUs are neither assigned nor shared.
 
     runc writes the spec's set after the limits (v2): then the container has been given cores already, and gives way.
     """
-    for pod in pods:
-        for path, container in pod.containers.items():
-            given, mine = container.given, draft.assignments.get(path)
-            if not given or draft.foreign.get(path) == given:
-                continue
-            if mine is None or container.phase is Phase.BIRTH:
-                if mine is not None:
-                    del draft.assignments[path]
-                    draft.touched.add(pod.group.path)
-                draft.foreign[path] = given
-                draft.unsatisfied.pop(path, None)
-                both = given & taken(draft.assignments.values(), ())
-                text = f"was born with CPUs {given} given by somebody else; left alone"
-                draft.note("foreign", path, f"{text}, though of them CPUs {both} are owned by others" if both else text)
+    for path, container in pod.containers.items():
+        given, mine = container.given, draft.assignments.get(path)
+        if not given or draft.foreign.get(path) == given:
+            continue
+        if mine is None or container.phase is Phase.BIRTH:
+            if mine is not None:
+                del draft.assignments[path]
+                draft.touched.add(pod.group.path)
+            draft.foreign[path] = given
+            draft.unsatisfied.pop(path, None)
+            both = given & taken(draft.assignments.values(), ())
+            text = f"was born with CPUs {given} given by somebody else; left alone"
+            draft.note("foreign", path, f"{text}, though of them CPUs {both} are owned by others" if both else text)
 
 
 def _decide_pod(draft: Draft, pod: PodView) -> None:

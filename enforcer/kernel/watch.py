@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from errno import EACCES, EINVAL, EMFILE, ENODEV, ENOENT, ENOSPC, ENOTDIR
@@ -35,6 +35,7 @@ _WANTED: Final = _CREATE | _DELETE | _MODIFY | _MOVED_FROM | _MOVED_TO | _ONLYDI
 _HEADER: Final = struct.Struct("=iIII")
 _LARGEST: Final = _HEADER.size + 256
 _BUFFER: Final = 64 * 1024
+_STEP: Final = 100  # watches that prune() looks at before it lets go
 _READS: Final = 8  # buffers (of about 1500 events) in one drain: a storm must not keep the loop from its other work
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -132,9 +133,14 @@ class Watcher:
             self.remove(child)
         self._forget(path)
 
-    def prune(self) -> int:
-        """After an overflow: sets every watch right whose directory has gone or was made anew. How many have gone."""
-        return sum(not self.add(path) for path in tuple(self._wd) if path in self._wd)
+    def prune(self) -> Iterator[int]:
+        """After an overflow: sets every watch right whose directory has gone or was made anew.
+
+        Goes in steps, each answering how many have gone: thousands of watches take tens of milliseconds.
+        """
+        watched = tuple(self._wd)
+        for start in range(0, len(watched), _STEP):
+            yield sum(not self.add(path) for path in watched[start : start + _STEP] if path in self._wd)
 
     def drain(self) -> list[Event]:
         """What has happened since, the same (kind, path, name) once, where it came last. Does not wait.
