@@ -126,6 +126,7 @@ class Service:
         self._guard = KubeletGuard(config.kubelet_root, config.kubelet_config_path)
         self._enforcing = config.mode is Mode.ENFORCE
         self._left = ""
+        self._demoted = False
         self._tally = Tally()
         self._units: UnitSync | None = None
         self._writers: WriterWatch | None = None
@@ -241,9 +242,17 @@ class Service:
     def _keep_to_ourselves(self) -> None:
         for problem in affinity.pin_self(self._reconciler.policy.reserved):
             log.info("%s", problem)
-        report = affinity.raise_priority(self.config.fifo)
+        self._go_ahead()
+
+    def _go_ahead(self) -> None:
+        self._demoted = False
+        report = affinity.raise_priority(self.config.fifo, on_demotion=self._note_demotion)
         for problem in report.problems:
             log.info("%s", problem)
+
+    def _note_demotion(self) -> None:
+        # Runs between any two instructions of this thread: nothing but a flag.
+        self._demoted = True
 
     # sources
 
@@ -306,6 +315,9 @@ class Service:
         """After every pass: what was learnt in it may forbid to enforce, or show a root that was not there before."""
         if self._observer.view.allowed != self._resolved_for:
             self._root_changed()
+        if self._demoted:
+            log.warning("lost its real-time priority: it ran half a second without a pause; takes it up again")
+            self._go_ahead()
         if self._enforcing and self._reconciler.state.foreign:
             self._leave(self._other_manager(self._reconciler.state, self._reconciler.policy))
 
