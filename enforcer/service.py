@@ -144,7 +144,20 @@ class Service:
     def _build(self) -> None:
         self._watcher = Watcher(FILES)
         self._applier = Applier(self._fs, self._machine.possible, time.sleep, None, dry=not self._enforcing)
-        self._observer = Observer(
+        self._observer = self._make_observer()
+        for _ in self._observer.scan():
+            pass
+        if self._enforcing:
+            self._refuse(self._guard.reason())
+        policy = self._policy(self.config)
+        state = self._start_state(policy)
+        self._open_sources(state)
+        self._resolved_for = self._observer.view.allowed
+        self._reconciler = self._make_reconciler(policy, state)
+        self._agent = self._make_agent()
+
+    def _make_observer(self) -> Observer:
+        return Observer(
             self._fs,
             self._machine,
             self._clock,
@@ -155,15 +168,9 @@ class Service:
             lags=lambda path: self._units is not None and self._units.lags(path),
             hold_seconds=self.config.hold,
         )
-        for _ in self._observer.scan():
-            pass
-        if self._enforcing:
-            self._refuse(self._guard.reason())
-        policy = self._policy(self.config)
-        state = self._start_state(policy)
-        self._open_sources(state)
-        self._resolved_for = self._observer.view.allowed
-        self._reconciler = Reconciler(
+
+    def _make_reconciler(self, policy: Policy, state: State) -> Reconciler:
+        return Reconciler(
             self._observer,
             self._applier,
             policy,
@@ -173,8 +180,10 @@ class Service:
             save=self._save_now,
             tally=self._tally,
         )
+
+    def _make_agent(self) -> Agent:
         tickers: list[Ticker] = [*self._exporter(), *([self._units] if self._units else [])]
-        self._agent = Agent(
+        return Agent(
             self._reconciler,
             self._clock,
             self._sources,
