@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from enforcer.output import drop, say
 from enforcer.service import AUDIT_FILE, STATE_FILE, Service, connect_units, load_state, policy_of
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
+INTERRUPTED = 128 + signal.SIGINT
 _SYSTEMD_ANSWERS = 10.0  # seconds
 # Modules of the same names, loaded only when they are called: the agent need not carry them.
 _QUESTIONS: Final = {
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         drop()
         return GOOD
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _told(error: EnforcerError, code: int) -> int:

@@ -71,6 +71,15 @@ def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 all good, 1 findings, 2 wrong usage or config, 3 cannot work" in capsys.readouterr().out
 
 
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(path: object = None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("enforcer.cli.load", interrupted)
+    assert main(["status"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_full_disk_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
