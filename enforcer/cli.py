@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
