@@ -29,7 +29,7 @@ from enforcer.kernel.cgroupfs import CgroupFS, describe
 from enforcer.kernel.sysfs import read_topology
 from enforcer.lock import take_lock
 from enforcer.observe import Observer
-from enforcer.output import drop, say
+from enforcer.output import drop, is_terminal, no_room, say
 from enforcer.service import AUDIT_FILE, STATE_FILE, Service, connect_units, load_state, policy_of
 
 GOOD, FINDINGS, USAGE, CANNOT = range(4)
@@ -48,8 +48,8 @@ _QUESTIONS: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code. Every error of ours is told in words."""
     words = sys.argv[1:] if argv is None else argv
-    arguments = _parser(words).parse_args(words)
     try:
+        arguments = _parsed(words)
         command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
     except ConfigError as error:
@@ -61,6 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return GOOD
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; --help and --version print and end the program in here."""
+    try:
+        try:
+            return _parser(words).parse_args(words)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise no_room(error) from error
 
 
 def _told(error: EnforcerError, code: int) -> int:
@@ -165,7 +179,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     observer = _observer(config)
-    colour = sys.stdout.isatty() and not arguments.plain and not os.environ.get("NO_COLOR")
+    colour = is_terminal() and not arguments.plain and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size().columns
     text, well = show(observer, config, as_json=arguments.json, width=width, colour=colour)
     say(text)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from enforcer.core.cpuset import CPUSet
-from enforcer.output import say
+from enforcer.output import is_terminal, say
 
 
 def jsonable(value: object) -> Any:
@@ -46,7 +45,7 @@ def width() -> int:
 
 def colour() -> bool:
     """Whether to use colour: on a terminal, unless NO_COLOR is set to something (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return is_terminal() and not os.environ.get("NO_COLOR")
 
 
 def wrapped(text: str, columns: int, first: str = "", rest: str | None = None) -> list[str]:

@@ -28,6 +28,7 @@ from enforcer.kernel import procfs
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.sysfs import Machine, read_topology
 from enforcer.observe import Observer
+from enforcer.output import say
 
 GOOD: Final = 0
 FINDINGS: Final = 1
@@ -101,7 +102,7 @@ def main(arguments: argparse.Namespace, config: Config, policy_of: PolicyOf, rea
     if report.findings and arguments.settle:
         time.sleep(arguments.settle)
         report = lasting(report, _look(config, policy_of, read_agent))
-    print(json.dumps(to_json(report), indent=2) if arguments.json else render(report), flush=True)
+    say(json.dumps(to_json(report), indent=2) if arguments.json else render(report))
     return GOOD if report.clean else FINDINGS
 
 

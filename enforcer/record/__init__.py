@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from enforcer.kernel import procfs
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.sysfs import Machine, read_topology
 from enforcer.observe import Observer
-from enforcer.output import say
+from enforcer.output import say, say_bytes
 from enforcer.record import archive
 from enforcer.record.document import Recorded, from_json, to_json
 from enforcer.service import policy_of
@@ -40,7 +39,7 @@ def main(arguments: argparse.Namespace, config: Config) -> int:
     node = this_node(config)
     data = archive.pack(to_json(node))
     if arguments.file == _STDOUT:
-        sys.stdout.buffer.write(data)
+        say_bytes(data)
         return 0
     archive.write(Path(arguments.file), data)
     figures = _figures(node)

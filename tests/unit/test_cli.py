@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -85,6 +86,13 @@ def test_a_full_disk_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(CannotWorkHereError, match="standard output cannot be written: No space left on device"):
             say("text")
+
+
+def test_what_the_locale_cannot_write_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(kept, encoding="ascii"))
+    say("caf\u00e9 \udcff")
+    assert kept.getvalue() == b"caf\\xe9 \\udcff\n"
 
 
 def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
