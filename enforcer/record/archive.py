@@ -56,7 +56,22 @@ def unpack(data: bytes, source: str) -> dict[str, Any]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Puts the file in place as a whole, mode 0600; raises ConfigError."""
+    """Puts a new file in place as a whole, mode 0600; raises ConfigError.
+
+    Only a regular file or nothing is replaced: a link is followed, and a device (/dev/null, /dev/stdout) stays one.
+    """
+    try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: not written: it is no regular file", hint="- is the standard output")
+        if not path.name:
+            raise ConfigError(f"{path}: not written: it is no name of a file")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path}: not written: {error}") from error
+    _replace(path, data)
+
+
+def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.unlink(missing_ok=True)

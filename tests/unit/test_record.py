@@ -113,6 +113,33 @@ def test_a_folder_cannot_be_written_over(tmp_path: Path) -> None:
         record.save(some_node(), tmp_path)
 
 
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="it is no regular file") as refusal:
+        record.save(some_node(), pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert "- is the standard output" in (refusal.value.hint or "")
+    link = tmp_path / "null"
+    link.symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        record.save(some_node(), link)
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    record.save(some_node(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert to_json(record.load(tmp_path / "file")) == to_json(some_node())
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "a\0b", "loop"])
+def test_what_is_no_name_of_a_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="not written"):
+        record.save(some_node(), tmp_path / name if name == "loop" else Path(name))
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         record.load(tmp_path / "nothing")
