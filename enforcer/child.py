@@ -71,14 +71,25 @@ class Child:
 
     def _start(self) -> None:
         try:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
-            self._pidfd = os.pidfd_open(self._process.pid)
+            process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
         except OSError as error:
-            log.warning("%s cannot be started: %s", self._what, error)
-            self._later()
+            self._not_started(error)
             return
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            # one whose end cannot be seen would be in the way of the next
+            process.kill()
+            process.wait()
+            self._not_started(error)
+            return
+        self._process = process
         self._epoll.register(self._pidfd, select.EPOLLIN)
         self._started = self._clock()
+
+    def _not_started(self, error: OSError) -> None:
+        log.warning("%s cannot be started: %s", self._what, error)
+        self._later()
 
     def _ended(self, code: int) -> None:
         if self._clock() - self._started > _LIVED_WELL:
