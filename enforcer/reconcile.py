@@ -145,6 +145,7 @@ class Reconciler:
         self.state = State()
         self._fresh.clear()
         self._retries.clear()
+        self._decided.clear()
         self.wake_at = NEVER
 
     # what is due without an event
@@ -185,7 +186,11 @@ class Reconciler:
         return retry is not None and self._clock() < retry.due and retry.write == write
 
     def _end_tries(self, pods: Collection[str] | None) -> None:
-        """Tries that came to nothing: what failed has gone, or is wanted no more."""
+        """After all of a plan's writes: tries that came to nothing (what failed has gone, or is wanted no more), and
+        decisions that needed no write, lest a repair hours later be taken for a slow pin."""
+        for path in [p for p in self._decided if p not in self._retries]:
+            if pods is None or parent_of(path) in pods:
+                del self._decided[path]
         for path in [p for p, retry in self._retries.items() if retry.due == _NOW]:
             if pods is None or self._place_of(path) in pods:
                 del self._retries[path]
@@ -222,7 +227,7 @@ class Reconciler:
         self.wake_at = made.wake_at if full else min(self.wake_at, made.wake_at)
         for note in made.notes:
             self.tally.add(self.tally.decisions, note.kind)
-            if note.kind in _TIMED:
+            if note.kind in _TIMED and not self.applier.dry:
                 self._decided[note.path] = "full" if pods is None else "event" if parent_of(note.path) in pods else ""
             self._tell(note)
         if self.applier.dry and full:
@@ -239,6 +244,9 @@ class Reconciler:
 
     def _record(self, outcome: Outcome) -> None:
         write, result = outcome.write, outcome.result
+        if outcome.overtaken:
+            self.tally.add(self.tally.writes, "overtaken")
+            return
         if result is None:
             text = f"{write.found or 'none'} -> {write.cpus or 'inherit'} ({write.why})"
             if self.would_write.get(write.path) != text:
