@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +36,9 @@ from enforcer.status import AgentInfo
 
 _MOST_CPUS: Final = 8192
 _MOST_BYTES: Final = 16 << 20
+_MOST_TOLD: Final = 100
+_MOST_PODS: Final = 2000  # four times what the largest nodes run; each one that waits costs the plan a search
+_MOST_CONTAINERS: Final = 200  # of one pod
 _NEVER: Final = float("-inf")
 _ROOT: Final = "/kubepods"
 _NAME: Final = re.compile(r"[0-9A-Za-z][\w.-]{0,127}", re.ASCII)
@@ -98,6 +101,8 @@ class _Reading:
         return value
 
     def stop(self) -> None:
+        if more := self.problems[_MOST_TOLD:]:
+            self.problems[_MOST_TOLD:] = [f"{self.source}: and {len(more)} more"]
         if self.problems:
             raise ConfigError("\n".join(self.problems))
 
@@ -297,12 +302,22 @@ def _pods(reading: _Reading, top: Mapping[str, Any], machine: Machine | None) ->
     if not isinstance(value, list):
         reading.wrong("pods", value, "wanted a list of objects")
         return []
+    if len(value) > _MOST_PODS:
+        reading.problems.append(f"{reading.source}: pods: {len(value)} of them; at most {_MOST_PODS} are taken")
+        return []
     pods = [_pod(reading, one, f"pods[{number}]", machine) for number, one in enumerate(value)]
-    names = [pod.name for pod in pods]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            reading.wrong(f"pods[{number}].name", name, f"pods[{names.index(name)}] has that name already")
+    for number, first in _twice([pod.name for pod in pods]):
+        reading.wrong(f"pods[{number}].name", pods[number].name, f"pods[{first}] has that name already")
     return pods
+
+
+def _twice(names: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """The places of names that were there before, and where each was first."""
+    first: dict[str, int] = {}
+    for number, name in enumerate(names):
+        if name in first:
+            yield number, first[name]
+        first.setdefault(name, number)
 
 
 def _pod(reading: _Reading, value: object, place: str, machine: Machine | None) -> NewPod:
@@ -312,13 +327,17 @@ def _pod(reading: _Reading, value: object, place: str, machine: Machine | None) 
     if not isinstance(listed, list):
         reading.wrong(f"{place}.containers", listed, "wanted a list of objects")
         listed = []
+    if len(listed) > _MOST_CONTAINERS:
+        wanted = f"at most {_MOST_CONTAINERS} are taken"
+        reading.problems.append(f"{reading.source}: {place}.containers: {len(listed)} of them; {wanted}")
+        listed = []
     rows = [_container(reading, one, f"{place}.containers[{n}]", qos, machine) for n, one in enumerate(listed)]
     name = _name(reading, values, f"{place}.")
     sandbox = reading.flag(values, "sandbox", f"{place}.", True)
-    names = [one.name for one in rows]
-    for number, one in enumerate(names):
-        if one in names[:number] or (sandbox and one == SANDBOX):
-            reading.wrong(f"{place}.containers[{number}].name", one, "the pod has a container of that name already")
+    names = [SANDBOX] * sandbox + [one.name for one in rows]
+    for number, _ in _twice(names):
+        key = f"{place}.containers[{number - sandbox}].name"
+        reading.wrong(key, names[number], "the pod has a container of that name already")
     return NewPod(name, qos, tuple(rows), sandbox)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from enforcer import source
 from enforcer.config import Config
+from enforcer.core.errors import ConfigError
 from enforcer.core.explain import Because, ContainerAnswer, CPUAnswer, Explainer, Verdict
 from enforcer.core.kubepods import shown
 from enforcer.core.state import Held
@@ -37,6 +38,8 @@ def main(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.described is not None:
         node = source.enforced(node)
     found = find(node.view, " ".join(arguments.subject))
+    if found.cpu is not None and found.cpu not in node.machine.present:
+        raise ConfigError(f"there is no CPU {found.cpu} on this node", hint=f"it has {named(node.machine.present)}")
     told = Telling(node, source.explainer(node))
     if arguments.json:
         print_json(told.json(found))
@@ -143,7 +146,7 @@ class Telling:
     def _cpu(self, one: CPUAnswer) -> Iterator[tuple[str, str]]:
         yield "", f"CPU {one.cpu}: {self._of(one)}"
         yield from self._reasons("because", one.because)
-        if one.holder is not None and one.holder.path in self.explainer.decided.assignments:
+        if one.holder is not None and self._is_owner_here(one.holder.path):
             mine = self.explainer.container(one.holder.path)
             yield from self._reasons("its owner", mine.because)
             yield from (("these CPUs", str(s)) for s in (mine.placement.steps if mine.placement else ()))
@@ -151,6 +154,11 @@ class Telling:
             yield "core", f"{one.places['core']}: {self._siblings(one)}"
             yield "NUMA node", f"{one.places['numa']} (socket {one.places['socket']}, L3 cache {one.places['l3']})"
             yield from self._who(one)
+
+    def _is_owner_here(self, path: str) -> bool:
+        """An agent's word may outlive a cgroup: where the kubepods root has gone, nothing is forgotten yet."""
+        here = self.node.view.find_container(path) is not None
+        return here and path in self.explainer.decided.assignments
 
     def _siblings(self, one: CPUAnswer) -> str:
         others = [cpu for cpu in one.siblings if cpu != one.cpu]

@@ -308,14 +308,16 @@ def _write(number: int, one: Write, names: Labels) -> tuple[str, ...]:
 def _unsatisfied(done: Simulation, columns: int) -> Iterator[str]:
     names = Labels(done.view)
     explainer = Explainer(done.view, done.after, done.node.policy, done.node.now)
-    for path in list(done.after.unsatisfied)[:_MOST_WAITING]:
+    # without a kubepods root a plan forgets nothing
+    here = [path for path in done.after.unsatisfied if done.view.find_container(path) is not None]
+    for path in here[:_MOST_WAITING]:
         yield ""
         yield from wrapped(f"{names.of(path)} cannot have what it asks for", columns, "! ")
         for one in explainer.container(path).because[:_MOST_WAITING]:
             yield from wrapped(reason(one, names), columns, "  - ")
-    if len(done.after.unsatisfied) > _MOST_WAITING:
-        yield f"! and {len(done.after.unsatisfied) - _MOST_WAITING} more (--json has them all)"
-    if done.after.unsatisfied:
+    if len(here) > _MOST_WAITING:
+        yield f"! and {len(here) - _MOST_WAITING} more (--json has them all)"
+    if here:
         taken = [holding(holder, names) for holder in explainer.holders()]
         yield from ("", "Taken:")
         for text in [*_cut(taken), f"{named(done.node.policy.reserved)} reserved: never given out"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from enforcer.config import Config
 from enforcer.core.allocation import take
 from enforcer.core.cpulimits import CPULimits, shares_to_weight_linear, shares_to_weight_new
 from enforcer.core.cpuset import EMPTY, CPUSet, union
@@ -19,7 +21,7 @@ from enforcer.core.state import State
 from enforcer.core.topology import CPUTopology
 from enforcer.core.whatif import project, settled
 from enforcer.describe import parse
-from enforcer.explain import Telling
+from enforcer.explain import Telling, add_arguments, main
 from enforcer.labels import Found, find, find_pod
 from enforcer.record import Recorded
 from enforcer.simulate import simulate
@@ -435,3 +437,34 @@ def test_lines_fit_the_terminal(columns: int) -> None:
     for pod in node.view.pods():
         for line in told.text(Found(pod=pod.group.path), columns):
             assert len(line) <= columns
+
+
+# --- what the agent's word says of a node that has no kubepods any more
+
+
+def without_root() -> Recorded:
+    db = {"name": "db", "containers": [{"name": "c1", "cpus": 2}]}
+    full = enforced(parse({"topology": {"cores": 4}, "pods": [db]}, "test"))
+    return replace(full, view=NodeView(2, full.view.topology, full.view.online))
+
+
+def test_a_root_that_has_gone_leaves_the_owners_cpu_answered() -> None:
+    node = without_root()
+    cpu = next(iter(node.state.assignments["/kubepods/poddb/c1"].cpus))
+    told = Telling(node, explainer(node)).text(Found(cpu=cpu), 80)
+    assert "taken by /kubepods/poddb/c1" in told[1]
+
+
+def ask(node: Recorded, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("enforcer.source.read", lambda arguments, config: node)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args(words), Config())
+
+
+def test_a_cpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = parse({"topology": {"cores": 4}, "online": "0-2"}, "test")
+    assert ask(node, monkeypatch, "CPU", "3") == 0  # offline
+    with pytest.raises(ConfigError, match="there is no CPU 99 on this node") as caught:
+        ask(node, monkeypatch, "99")
+    assert caught.value.hint == "it has CPUs 0-3"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,16 @@ def test_no_kubepods_no_pod() -> None:
         simulate.simulate(bare, [("add", "a=1")])
 
 
+def test_who_waited_under_a_root_that_has_gone_is_no_traceback() -> None:
+    from dataclasses import replace
+
+    from enforcer.source import enforced
+
+    full = enforced(node(pod("big", 99)))
+    bare = replace(full, view=NodeView(2, full.view.topology, full.view.online))
+    assert any("nothing to pin" in line for line in to_text(simulate.simulate(bare), 80, coloured=False))
+
+
 # --- the command
 
 
@@ -278,6 +290,22 @@ def wrong(document: object) -> list[str]:
     lines = caught.value.message.splitlines()
     assert all(line.isprintable() for line in lines)
     return lines
+
+
+def test_more_pods_than_a_node_can_have_are_refused_at_once() -> None:
+    many = [{"name": f"p{number}", "qos": "besteffort"} for number in range(300_000)]
+    started = time.monotonic()
+    assert wrong({"topology": {"cores": 4}, "pods": many}) == ["n.json: pods: 300000 of them; at most 2000 are taken"]
+    in_one = [{"name": f"c{number}", "cpus": 1} for number in range(300_000)]
+    lines = wrong({"topology": {"cores": 4}, "pods": [{"name": "p", "containers": in_one}]})
+    assert lines == ["n.json: pods[0].containers: 300000 of them; at most 200 are taken"]
+    assert time.monotonic() - started < 2
+
+
+def test_a_thousand_mistakes_are_not_a_thousand_lines() -> None:
+    lines = wrong({"topology": {"cores": 4}, "pods": [{"name": "!"} for _ in range(1000)]})
+    assert len(lines) < 110
+    assert re.fullmatch(r"n\.json: and \d+ more", lines[-1])
 
 
 def test_everything_is_told_at_once() -> None:
