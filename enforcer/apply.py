@@ -37,13 +37,15 @@ class Units(Protocol):
 class Outcome:
     """What came of one write; `result` None = audit mode, nothing was written.
 
-    `problem`: a file could not be read, so nobody knows what came of it.
+    `problem`: a file could not be read, so nobody knows what came of it. `overtaken`: somebody else wrote to it after the
+    plan's look, so nothing was written; the event of that write asks for the next look.
     """
 
     write: Write
     result: WriteResult | None
     tries: int = 1
     problem: str = ""
+    overtaken: bool = False
 
 
 class Applier:
@@ -92,6 +94,8 @@ class Applier:
             yield Outcome(write, None) if self.dry else self._one(write, patient(write.path))
 
     def _one(self, write: Write, patient: bool) -> Outcome:
+        if write.newborn and self._overtaken(write):
+            return Outcome(write, None, overtaken=True)
         growing = write.cpus is None or write.found < write.cpus
         self.remember(write.path, write.cpus or self._possible)
         if growing:
@@ -100,6 +104,14 @@ class Applier:
         if not growing:
             self._tell(write)
         return outcome
+
+    def _overtaken(self, write: Write) -> bool:
+        """A runtime writes its spec's set last (v2): while the pools were narrowed for our decision, say."""
+        try:
+            now = self._fs.read_cpus(write.path)
+        except EnforcerError:
+            return False
+        return now is not None and now != write.found and not self.wrote_lately(write.path, now)
 
     def _tell(self, write: Write) -> None:
         if self.units is not None:

@@ -138,6 +138,7 @@ class Service:
         """Runs until it is told to stop; the pins stay."""
         self._keep_to_ourselves()
         self._agent.run()
+        log.info("stopped; all pins stay as they are")
 
     # putting together
 
@@ -428,4 +429,10 @@ class Service:
     def _ready(self, text: str) -> None:
         mode = Mode.ENFORCE if self._enforcing else Mode.AUDIT
         log.info("ready: %s, reserved CPUs %s", mode, self._reconciler.policy.reserved)
+        if not self._observer.view.slices:
+            asked = ", ".join(map(shown, self.config.roots))
+            log.warning(
+                "there is no kubepods cgroup: nothing to pin until one appears; looked for /kubepods and /kubelet (or "
+                ".slice)%s", f" and {asked}" if asked else "",
+            )  # fmt: skip
         sd_notify(text)

@@ -20,13 +20,17 @@ from enforcer.core.targets import Kind, Target, targets
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write of cpuset.cpus: `cpus` None = clear it, so that it inherits (v2). `found` is what the plan saw."""
+    """One write of cpuset.cpus: `cpus` None = clear it, so that it inherits (v2). `found` is what the plan saw.
+
+    `newborn`: the container's runtime may write at the same time, and its word counts.
+    """
 
     path: str
     cpus: CPUSet | None
     found: CPUSet
     kind: Kind
     why: str
+    newborn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ def _ordered(draft: Draft, target: Target, cpus: CPUSet | None, phase: int) -> _
     depth = depth_of(target.group.path)
     growing = cpus is not None and (target.group.cpus or EMPTY) < cpus
     deepest_first = not growing if draft.view.version == 1 else phase != _SHRINK
-    write = Write(target.group.path, cpus, target.group.cpus or EMPTY, target.kind, target.why)
+    write = Write(target.group.path, cpus, target.group.cpus or EMPTY, target.kind, target.why, target.newborn)
     return _Ordered((phase, -depth if deepest_first else depth, target.group.path), write)
 
 

@@ -370,3 +370,26 @@ def test_a_refused_write_is_tried_again_at_every_level(tmp_path: Path, agents: M
     agent.later(6)
     assert agent.cpus(level) == "0-7"
     assert agent.reconciler.retrying() == 0
+
+
+def test_spec_set_written_between_look_and_write_is_not_lost(tmp_path: Path, agents: Made) -> None:
+    """v2: runc writes the spec's own set last, perhaps just when the pools are narrowed for our decision."""
+    fake = node(tmp_path, 2)
+    agent = start(fake, agents)
+    path = pod(1)
+    make_pod(fake, path, 2000)
+    agent.pump()
+    theirs = container(path, 1)
+    agent.comms[101] = "runc:[2:INIT]"
+    for _step in create_like_runc(fake, theirs, 101, quota=200000, shares=2048, weight=79):
+        if fake.read(theirs, "cpu.max").startswith("200000"):
+            break
+        agent.pump()
+    fake.fs.at(1, lambda: fake.write(theirs, "cpuset.cpus", "5-6"))
+    agent.pump()
+    agent.comms[101] = "app"
+    agent.later(20)
+    agent.full()
+    assert agent.runs_on(theirs) == "5-6"
+    assert agent.state.foreign == {theirs: CPUSet.parse("5-6")}
+    assert agent.state.assignments == {}
