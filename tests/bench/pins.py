@@ -25,7 +25,8 @@ from tests.bench.running import free_port, made_agent, wait_for_metrics
 PODS = 200
 CPUS = 32
 AIMS = {"idle": 1000, "busy": 5000}  # microseconds, p99 of the agent's own time
-_QUIET = 0.012  # runc takes 14 ms on v2 between the process's attachment and its limits
+_BEFORE = 0.012  # runc takes 14 ms on v2 between the process's attachment and its limits
+_AFTER = 0.005
 _TIMEOUT = 10.0
 
 
@@ -95,17 +96,17 @@ def _pin(node: MadeNode, pid: int) -> float:
     seen = Watcher({"cpuset.cpus"})
     try:
         seen.add(node.fs.cpuset_dir(container))
-        time.sleep(_QUIET)
+        time.sleep(_BEFORE)
         node.write_weight(container, 1000)
         began = time.monotonic()
         node.write_quota(container, 1000)
         wait_for(seen)
     finally:
         seen.close()
-    time.sleep(_QUIET)
+    time.sleep(_AFTER)
     node.remove(container)
     node.remove(pod)
-    time.sleep(_QUIET)
+    time.sleep(_AFTER)
     return began
 
 
