@@ -35,6 +35,7 @@ _IDLE_SHARES: Final = 2
 _MOST_PROBLEMS: Final = 100
 # Containers make as many cgroups as they like: their number must not decide how long one look takes.
 _MOST_NESTED: Final = 100
+_STEP: Final = 100  # names that a scan goes through before it lets go
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,10 @@ class Observer:
         for root in self._find_roots():
             found.add(root)
             yield from self._scan_slice(root, QoSClass.GUARANTEED, is_root=True)
-            for name in self._list(root):
+            yield
+            for number, name in enumerate(self._list(root)):
+                if number % _STEP == _STEP - 1:
+                    yield
                 parsed = classify(Kind.ROOT, None, name)
                 if parsed.kind is Kind.QOS and parsed.qos is not None:
                     found.add(f"{root}/{name}")

@@ -97,8 +97,10 @@ class Reconciler:
     def full(self) -> Iterator[None]:
         """A full pass: looks at everything, then brings everything right; yields wherever a hot event may come in."""
         yield from self.observer.scan()
+        yield
         self.applier.keep_only({group.path for group in self.observer.view.groups()})
         self._tell_problems()
+        yield
         yield from self.settle()
 
     def settle(self) -> Iterator[None]:
