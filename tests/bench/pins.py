@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from enforcer.core.kubepods import QoSClass
@@ -28,6 +27,7 @@ AIMS = {"idle": 1000, "busy": 5000}  # microseconds, p99 of the agent's own time
 _BEFORE = 0.012  # runc takes 14 ms on v2 between the process's attachment and its limits
 _AFTER = 0.005
 _TIMEOUT = 10.0
+_RESCAN = 0.1  # a pass takes about half of it: without a pause the agent would be taken for a runaway and demoted
 
 
 def report(size: Size) -> dict[str, Any]:
@@ -56,12 +56,13 @@ def _case(
     port = free_port() if scrape else 0
     listen = f"127.0.0.1:{port}" if scrape else ""
     with ExitStack() as stack:
-        init = Process("app", spin=False)  # never pins_seen: every new container is held under runc's name
+        init = Process("app", spin=False)  # never started: every new container is held under runc's name
         stack.callback(init.end)
         node = stack.enter_context(MadeNode(2, cpus))
         node.fill(PODS)
         others = [node.container(node.pod(QoSClass.GUARANTEED, 3000), 2000, quota=True) for _ in range(2 * resize)]
-        pins_seen = stack.enter_context(_agent(node, fifo=fifo, rescan=0.0 if full_pass else None, listen=listen))
+        rescan = _RESCAN if full_pass else None
+        agent = stack.enter_context(made_agent(node, fifo=fifo, rescan=rescan, **{"metrics-listen": listen}))
         if scrape:
             wait_for_metrics(port)
             stack.enter_context(scrapes(port))
@@ -69,24 +70,15 @@ def _case(
             stack.enter_context(resizes(node, others))
         stack.enter_context(busy_cores(busy))
         began = [_pin(node, init.pid) for _ in range(size.rounds)]
-    found = [next(pin for pin in pins_seen if pin[0] >= start) for start in began]
+        is_fifo = agent.is_fifo()
+        agent.end()
+        found = [next(pin for pin in agent.pins if pin[0] >= start) for start in began]
     return {
         "own": percentiles([own for _, own, _ in found]),
         "own_without_writes": percentiles([own - writing for _, own, writing in found]),
         "quota_to_set": percentiles([end - start for start, (end, _, _) in zip(began, found, strict=True)]),
+        "fifo_at_the_end": is_fifo,
     }
-
-
-@contextmanager
-def _agent(
-    node: MadeNode, *, fifo: bool, rescan: float | None, listen: str
-) -> Iterator[list[tuple[float, float, float]]]:
-    """Runs in the block; the list has the agent's pins after it."""
-    found: list[tuple[float, float, float]] = []
-    with made_agent(node, fifo=fifo, rescan=rescan, **{"metrics-listen": listen}) as agent:
-        yield found
-        agent.end()
-        found += agent.pins
 
 
 def _pin(node: MadeNode, pid: int) -> float:

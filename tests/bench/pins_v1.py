@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from enforcer.core.cpuset import CPUSet
 from enforcer.core.kubepods import QoSClass
 from enforcer.kernel.cgroupfs import CgroupFS
 from enforcer.kernel.watch import Watcher
@@ -51,11 +52,11 @@ def _scale(fs: CgroupFS, shared: int, births: int) -> dict[str, Any]:
             found = {way: [run(node) for _ in range(births)] for way, run in _WAYS.items()}
         finally:
             agent.end()
+        kernel = _bare_writes(node)
         tally = agent.document()["tally"]
-    kernel = statistics.median(_bare_write(fs) for _ in range(20))
     return {
         **{way: percentiles(values) for way, values in found.items()},
-        "bare_write_us": round(kernel * 1e6, 1),
+        "bare_write_us": round(statistics.median(kernel) * 1e6, 1),
         "agents_own_histogram": {trigger: _shown(one) for trigger, one in tally["pin"].items()},
     }
 
@@ -127,20 +128,19 @@ def _removed(remove: Callable[[], None], took: float) -> float:
     return took
 
 
-def _bare_write(fs: CgroupFS) -> float:
-    """What the kernel alone takes to write a set to a cgroup without tasks."""
-    path = f"/ce-bench-{os.getpid()}-bare"
-    os.mkdir(fs.cpuset_dir(path))
-    try:
+def _bare_writes(node: MimicNode) -> list[float]:
+    """What the write of a set with its reading back takes by itself, for a cgroup with one sleeping task."""
+    made = node.pod(QoSClass.BURSTABLE, "bare", milli=250).container(milli=250, limited=False)
+    fs = node.tree.fs
+    wide = fs.read_cpus("/")
+    if not wide:
+        raise AssertionError("the top cgroup has no cpuset.cpus")
+    times = []
+    for number in range(40):
         began = time.perf_counter()
-        fs.write_cpus(path, fs.read_cpus("/") or _none())
-        return time.perf_counter() - began
-    finally:
-        os.rmdir(fs.cpuset_dir(path))
-
-
-def _none() -> Any:
-    raise AssertionError("the top cgroup has no cpuset.cpus")
+        fs.write_cpus(made.path, wide if number % 2 else CPUSet([wide.first]))
+        times.append(time.perf_counter() - began)
+    return times
 
 
 def _shown(histogram: dict[str, Any]) -> dict[str, int]:

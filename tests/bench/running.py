@@ -36,6 +36,10 @@ class MadeAgent(AgentProcess):
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
+    def is_fifo(self) -> bool:
+        """Whether it still has the priority that it was given: who never sleeps is demoted."""
+        return os.sched_getscheduler(self.pid) & ~os.SCHED_RESET_ON_FORK == os.SCHED_FIFO
+
     @property
     def pins(self) -> list[tuple[float, float, float]]:
         found: list[tuple[float, float, float]] = json.loads(self._tree.with_name("pins.json").read_text())
