@@ -73,6 +73,11 @@ def load(path: Path, boot_id: str) -> Loaded:
         return _aside(path, str(error))
 
 
+def peek(path: Path, boot_id: str) -> dict[str, Any]:
+    """The document of a file that stays as it is; raises OSError, or ValueError with what is wrong with it."""
+    return _decode(_read(path), boot_id)
+
+
 class Checkpointer:
     """Writes what is offered, at most once per `interval` seconds, always the newest. It owns no thread and no clock.
 
@@ -112,7 +117,7 @@ class Checkpointer:
         return None if problem == before else problem
 
 
-class _UnusableError(Exception):
+class _UnusableError(ValueError):
     """Why a file's content is of no use to us."""
 
 

@@ -234,7 +234,8 @@ def _metrics(arguments: argparse.Namespace) -> int:
     if not address:
         raise ConfigError("metrics-listen is empty: no metrics are served", hint="set it, or give --listen HOST:PORT")
     set_up_logging(False)
-    with Exporter(parse_address(address), (folder / STATE_FILE, folder / AUDIT_FILE)) as server:
+    files = (folder / STATE_FILE, folder / AUDIT_FILE)
+    with Exporter(parse_address(address), files, procfs.boot_id()) as server:
         server.serve_forever()
     return GOOD
 

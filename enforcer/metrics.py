@@ -6,10 +6,13 @@ no pod, no container, no CPU number.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+log = logging.getLogger(__name__)
 
 PREFIX: Final = "cpuset_enforcer_"
 
@@ -68,13 +71,13 @@ def _of_tally(tally: Mapping[str, Any]) -> Iterator[Metric]:
         ("overflows", "Times that events were lost and everything was looked at again"),
     ):
         counter = CounterMetricFamily(f"{PREFIX}{key}", text)
-        counter.add_metric([], tally.get(key, 0))
+        counter.add_metric([], float(tally.get(key, 0)))
         yield counter
     pin = HistogramMetricFamily(
         f"{PREFIX}pin_latency_seconds", "From limits seen to own set written", labels=["trigger"]
     )
     for trigger, one in tally.get("pin", {}).items():
-        pin.add_metric([trigger], _buckets(one), sum_value=one["sum"])
+        pin.add_metric([trigger], _buckets(one), sum_value=float(one["sum"]))
     yield pin
     for key, name, text in (
         ("loop", "loop_delay_seconds", "How long one turn of the loop kept new events waiting"),
@@ -83,7 +86,7 @@ def _of_tally(tally: Mapping[str, Any]) -> Iterator[Metric]:
         one = tally.get(key)
         if one:
             family = HistogramMetricFamily(f"{PREFIX}{name}", text)
-            family.add_metric([], _buckets(one), sum_value=one["sum"])
+            family.add_metric([], _buckets(one), sum_value=float(one["sum"]))
             yield family
 
 
@@ -98,12 +101,12 @@ def _buckets(one: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"{PREFIX}{name}", text, value=value)
+    return GaugeMetricFamily(f"{PREFIX}{name}", text, value=float(value))
 
 
 def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
     for label, value in sorted(values.items()):
-        family.add_metric([label], value)
+        family.add_metric([label], float(value))
     return family
 
 
@@ -114,6 +117,10 @@ class StateCollector:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """Computed anew at each scrape."""
+        """Computed anew at each scrape; a document of another shape counts as none."""
         document, age = self._read()
-        return families(document, age)
+        try:
+            return list(families(document, age))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            log.warning("the agent's state is of another version: %r", error)
+            return families(None, age)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import http.client
+import os
 import socket
 import threading
 import time
@@ -14,12 +16,19 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from enforcer.checkpoint import save
 from enforcer.core.errors import CannotWorkHereError, ConfigError
+from enforcer.core.whatif import settled
+from enforcer.describe import parse
 from enforcer.exporter import Exporter, parse_address, read_document
+from enforcer.figures import figures
 from enforcer.metrics import StateCollector
 from enforcer.tally import MOST_LABELS, OTHER, PIN_BUCKETS, Histogram, Tally
+
+BOOT = "b007"
 
 
 def document(tally: Tally | None = None, **figures: Any) -> dict[str, Any]:
@@ -108,8 +117,8 @@ def test_bad_addresses(text: str) -> None:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     file = tmp_path / "state.json"
-    file.write_text(json.dumps({"document": document()}))
-    server = Exporter(("127.0.0.1", 0), (file, tmp_path / "audit.json"))
+    assert save(file, document(), BOOT) is None
+    server = Exporter(("127.0.0.1", 0), (file, tmp_path / "audit.json"), BOOT)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}", file
     server.shutdown()
@@ -147,18 +156,142 @@ def test_clients_that_never_read_or_ask_do_not_stop_a_scrape(served: tuple[str, 
         one.close()
 
 
+def test_clients_that_ask_a_byte_at_a_time_do_not_stop_a_scrape(served: tuple[str, Path]) -> None:
+    url, _ = served
+    port = int(url.rpartition(":")[2])
+    done = threading.Event()
+
+    def drip(one: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not done.wait(0.1):
+                one.send(b"G")
+
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(24)]
+    threads = [threading.Thread(target=drip, args=(one,)) for one in slow]
+    for one in threads:
+        one.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    try:
+        for _ in range(3):
+            assert "cpuset_enforcer_cpus" in get(f"{url}/metrics")
+        assert time.monotonic() - started < 5
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        for one_socket in slow:
+            one_socket.close()
+
+
+def test_a_machine_without_threads_to_spare_answers_again_later(
+    served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", refused)
+        for _ in range(20):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                get(f"{served[0]}/metrics")
+    assert "cpuset_enforcer_cpus" in get(f"{served[0]}/metrics")
+
+
+@pytest.mark.parametrize(
+    "accept",
+    ["application/openmetrics-text; version=x", "text/plain;version", ";;=,q=", "application/openmetrics-text", "*/*"],
+)
+def test_any_accept_header_is_answered(served: tuple[str, Path], accept: str) -> None:
+    request = urllib.request.Request(f"{served[0]}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert "cpuset_enforcer_cpus" in answer.read().decode()
+
+
+def test_openmetrics_is_well_formed(served: tuple[str, Path]) -> None:
+    request = urllib.request.Request(f"{served[0]}/metrics", headers={"Accept": "application/openmetrics-text"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        families = list(openmetrics.text_string_to_metric_families(answer.read().decode()))
+    assert {"cpuset_enforcer_cpus", "cpuset_enforcer_overflows"} <= {one.name for one in families}
+
+
+def test_the_start_does_not_wait_for_the_dns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def never(name: str = "") -> str:
+        raise AssertionError("the DNS was asked")
+
+    monkeypatch.setattr(socket, "getfqdn", never)
+    Exporter(("127.0.0.1", 0), (tmp_path / "x",), BOOT).server_close()
+
+
+@pytest.mark.parametrize("host", ["a\0b", "a..b", "x" * 300, "999.1.1.1", "::2%nowhere"])
+def test_a_host_that_is_none_is_told(host: str, tmp_path: Path) -> None:
+    with pytest.raises(CannotWorkHereError, match="cannot listen"):
+        Exporter((host, 9), (tmp_path / "x",), BOOT)
+
+
+@pytest.mark.parametrize("what", ["torn", "of another boot", "edited", "a pipe", "a folder", "huge", "deep"])
+def test_a_state_file_that_is_none_is_said(served: tuple[str, Path], what: str) -> None:
+    url, file = served
+    whole = file.read_bytes()
+    file.unlink()
+    if what == "a pipe":
+        os.mkfifo(file)
+    elif what == "a folder":
+        file.mkdir()
+    elif what == "huge":
+        with file.open("wb") as sparse:
+            sparse.truncate(1 << 40)
+    elif what == "of another boot":
+        save(file, document(), "0000")
+    else:
+        made = {"torn": whole[:-50], "edited": whole.replace(b"1.2.3", b"6.6.6"), "deep": b"[" * 100_000}
+        file.write_bytes(made[what])
+    page = get(f"{url}/metrics")
+    assert "cpuset_enforcer_agent_state_found 0.0" in page
+    assert "cpuset_enforcer_state_file_age_seconds" in page
+    assert "cpuset_enforcer_cpus" not in page
+
+
+def test_cardinality_does_not_grow_with_the_node() -> None:
+    def series(pods: int) -> int:
+        made = [{"name": f"p{n}", "containers": [{"name": "c", "cpus": 1}]} for n in range(pods)]
+        node = parse({"topology": {"cores": 64}, "pods": made}, "test")
+        done = settled(node.view, node.state, node.policy, 1.0)
+        tally = Tally()
+        for n in range(pods):
+            tally.pinned("event", 0.001 * n)
+            tally.add(tally.drift, f"writer-{n}")
+        return len(scraped({**document(tally), "figures": figures(done.view, done.state, node.policy)}))
+
+    assert series(1000) - series(100) == 0
+    assert series(1000) < 120
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"figures": []}, {"tally": 1}, {"tally": None}, {"tally": {"pin": {"x": {}}}},
+        {"figures": {"cpus": {"shared": "many"}}}, {"figures": {"conflicts": {}}},
+    ],
+)
+def test_a_document_of_another_shape_counts_as_none(wrong: dict[str, Any]) -> None:
+    assert scraped({**document(), **wrong}) == {
+        "cpuset_enforcer_agent_state_found": 0, "cpuset_enforcer_state_file_age_seconds": 1.5,
+    }  # fmt: skip
+
+
 def test_port_in_use_is_told(served: tuple[str, Path], tmp_path: Path) -> None:
     port = int(served[0].rpartition(":")[2])
     with pytest.raises(CannotWorkHereError, match="cannot listen"):
-        Exporter(("127.0.0.1", port), (tmp_path / "x",))
+        Exporter(("127.0.0.1", port), (tmp_path / "x",), BOOT)
 
 
 def test_newest_state_file_counts(tmp_path: Path) -> None:
     old, new = tmp_path / "audit.json", tmp_path / "state.json"
     for file, version in ((old, "old"), (new, "new")):
-        file.write_text(json.dumps({"document": {"version": version}}))
+        assert save(file, {"version": version}, BOOT) is None
         time.sleep(0.02)
-    found, age = read_document((old, new))
+    found, age = read_document((old, new), BOOT)
     assert found == {"version": "new"}
     assert age is not None
     assert age < 10
