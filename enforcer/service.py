@@ -243,7 +243,8 @@ class Service:
         """The process that answers scrapes; none when metrics-listen is empty."""
         if not self.config.metrics_listen:
             return []
-        command = [sys.executable, "-m", "enforcer", "metrics", "--listen", self.config.metrics_listen]
+        # -P: nothing is imported from the folder that the agent was started in
+        command = [sys.executable, "-P", "-m", "enforcer", "metrics", "--listen", self.config.metrics_listen]
         command += ["--state-dir", str(self.config.state_dir), "--parent", str(os.getpid())]
         child = Child("the exporter of the metrics", command, self._clock)
         self._sources.append(Source(child.fileno(), child.take))

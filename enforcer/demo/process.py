@@ -92,7 +92,7 @@ class AgentProcess:
         above = str(Path(enforcer.__file__).parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (above, os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(
-            [sys.executable, "-m", "enforcer", "run", "--config", str(self._config)],
+            [sys.executable, "-P", "-m", "enforcer", "run", "--config", str(self._config)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
