@@ -37,8 +37,8 @@ class Units(Protocol):
 class Outcome:
     """What came of one write; `result` None = audit mode, nothing was written.
 
-    `problem`: a file could not be read, so nobody knows what came of it. `overtaken`: somebody else wrote to it after the
-    plan's look, so nothing was written; the event of that write asks for the next look.
+    `problem`: a file could not be read, so nobody knows what came of it. `overtaken`: somebody else wrote to it after
+    the plan's look, so nothing was written; the event of that write asks for the next look.
     """
 
     write: Write
