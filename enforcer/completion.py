@@ -25,7 +25,7 @@ _PLAIN: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _TEMPLATE: Final = """\
 # {prog} completion for {shell}; made by `{prog} completion {shell}`
 {zsh}_{function}() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command= options= at
+    local word="${{COMP_WORDS[COMP_CWORD]-}}" before="${{COMP_WORDS[COMP_CWORD-1]-}}" command= options= at
     for ((at = 1; at < COMP_CWORD; at++)); do
         case "${{COMP_WORDS[at]}}" in
             {names}) command="${{COMP_WORDS[at]}}"; break ;;
@@ -38,7 +38,7 @@ _TEMPLATE: Final = """\
     case "$command" in
 {commands}
     esac
-    COMPREPLY=($(compgen -W "$options" -- "$word"))
+    COMPREPLY=($(compgen -W "$options" -- "$word")) || :
 }}
 complete -o default -F _{function} {prog}
 """
@@ -111,5 +111,5 @@ def _values(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
             continue
         patterns = "|".join(shlex.quote(f"{name} {option}") for option in action.option_strings)
         words = " ".join(map(str, action.choices or ())) or (_here(parser) if action.metavar in _SUBJECTS else "")
-        done = f'COMPREPLY=($(compgen -W "{words}" -- "$word")); ' if words else ""
+        done = f'COMPREPLY=($(compgen -W "{words}" -- "$word")) || :; ' if words else ""
         yield f"        {patterns}) {done}return ;;"

@@ -47,7 +47,7 @@ def completed(shell: Path, *words: str) -> list[str]:
         '[ ${#COMPREPLY[@]} -eq 0 ] || printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
-        ["bash", "-uc", program, str(shell / "script"), "cpuset-enforcer", *words],
+        ["bash", "-euc", program, str(shell / "script"), "cpuset-enforcer", *words],
         capture_output=True, text=True, check=True, timeout=20,
         env={**os.environ, "PATH": f"{shell}:{os.environ['PATH']}"},
     )  # fmt: skip
