@@ -480,36 +480,3 @@ def test_missed_events_are_made_good_by_a_full_pass(fake: FakeCgroup, agents: Ma
     agent.watcher.drain()
     agent.full()
     assert agent.runs_on(container(path, 1)) == "1-2"
-
-
-def pin_seconds(agent: FakeAgent) -> float:
-    """The sum of all pin latencies timed so far."""
-    return sum(one.total for one in agent.reconciler.tally.pin.values())
-
-
-def test_a_repair_is_not_timed_as_a_pin(fake: FakeCgroup, agents: Made) -> None:
-    """An owner that was decided in audit mode, or needed no write, has no pin latency of hours later."""
-    agent = start(fake, agents, dry=True)
-    owner = guaranteed(agent, 1, 2000)
-    agent.now += 7200
-    agent.applier.dry = False
-    agent.full()
-    assert agent.runs_on(owner) == "1-2"
-    assert pin_seconds(agent) < 1
-    agent.now += 7200
-    fake.write(owner, "cpuset.cpus", "1-3")
-    agent.pump()
-    assert agent.runs_on(owner) == "1-2"
-    assert pin_seconds(agent) < 1
-
-
-@pytest.mark.parametrize("dry", [True, False])
-def test_pods_that_come_and_go_leave_nothing_to_be_timed(fake: FakeCgroup, agents: Made, dry: bool) -> None:
-    agent = start(fake, agents, dry=dry)
-    for number in range(1, 5):
-        path = guaranteed(agent, number, 1000)
-        gone(agent, path, 100 + number)
-        fake.rmdir(pod(number))
-        agent.pump()
-    agent.full()
-    assert agent.reconciler._decided == {}
