@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.bench import allocation, footprint, passes, pins, pins_v1, writes
@@ -43,12 +44,13 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(BENCHES)}")
     size: Size = asked.size or FULL
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = _ticks()
     try:
         found = {name: _run(name, size) for name in _chosen(asked.names)}
     except KeyboardInterrupt:
         print("stopped; everything was taken away", file=sys.stderr)
         return 130
-    json.dump({"machine": _machine(size), **found}, sys.stdout, indent=1)
+    json.dump({"machine": _machine(size, before), **found}, sys.stdout, indent=1)
     print()
     return 0
 
@@ -66,8 +68,16 @@ def _run(name: str, size: Size) -> dict[str, Any]:
     return {**found, "took_s": round(took, 1)}
 
 
-def _machine(size: Size) -> dict[str, Any]:
+def _ticks() -> list[int]:
+    """proc_stat(5): user, nice, system, idle, iowait, irq, softirq, steal of all CPUs together."""
+    return [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+
+def _machine(size: Size, before: list[int]) -> dict[str, Any]:
+    """A hypervisor that takes the CPU away, or is slow to wake it, shows in the largest values first."""
+    spent = [now - then for then, now in zip(before, _ticks(), strict=True)]
     return {
+        "stolen_percent": round(100 * spent[-1] / (sum(spent) or 1), 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),

@@ -16,7 +16,7 @@ from enforcer.mimic.tree import Tree
 from tests.bench.figures import Size, percentiles, ratio
 from tests.bench.load import get_metrics
 from tests.bench.made import MadeNode
-from tests.bench.running import children, cpu_seconds, free_port, made_agent, memory_mb, wait_for_metrics
+from tests.bench.running import children, cpu_seconds, free_port, made_agent, memory_mb, quiet_start, wait_for_metrics
 from tests.kernel.agent_process import AgentProcess
 
 AIM_MB = 60
@@ -88,7 +88,7 @@ def _running(fs: CgroupFS, containers: int) -> Iterator[tuple[AgentProcess, floa
         agent = AgentProcess(Path(folder), f"{root}/kubepods", **{"metrics-listen": f"127.0.0.1:{port}"})
         try:
             began = time.perf_counter()
-            agent.start()
+            quiet_start(agent)
             ready = time.perf_counter() - began
             wait_for_metrics(port)
             yield agent, ready

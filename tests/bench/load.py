@@ -83,7 +83,7 @@ def _main(what: str, *arguments: str) -> None:
     if what == "resize":
         _resize(arguments)
     while True:
-        with suppress(OSError):
+        with suppress(OSError, http.client.HTTPException):
             get_metrics(int(arguments[0]))
         time.sleep(_PAUSE)
 

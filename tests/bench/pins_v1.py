@@ -22,6 +22,7 @@ from enforcer.kernel.watch import Watcher
 from enforcer.mimic import MimicNode, Step
 from tests.bench.figures import Size, percentiles, slope
 from tests.bench.pins import wait_for
+from tests.bench.running import quiet_start
 from tests.kernel.agent_process import AgentProcess
 
 AIM_PER_SHARED_US = 80
@@ -48,7 +49,7 @@ def _scale(fs: CgroupFS, shared: int, births: int) -> dict[str, Any]:
     with _node(fs, shared) as node, tempfile.TemporaryDirectory(prefix="ce-bench-") as folder:
         agent = AgentProcess(Path(folder), node.root, fifo=True)
         try:
-            agent.start()
+            quiet_start(agent)
             found = {way: [run(node) for _ in range(births)] for way, run in _WAYS.items()}
         finally:
             agent.end()

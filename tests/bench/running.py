@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ class MadeAgent(AgentProcess):
         return found
 
 
+def quiet_start(agent: AgentProcess) -> None:
+    """As start(), without a log line for every write, which would be timed as well."""
+    agent.launch(verbose=False)
+    agent.wait_for("ready:", 60)
+
+
 @contextmanager
 def made_agent(node: MadeNode, **options: Any) -> Iterator[MadeAgent]:
     """Runs until the block ends; ready when it begins."""
@@ -72,7 +79,7 @@ def wait_for_metrics(port: int, seconds: float = 20) -> None:
     """Until the exporter answers."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        with suppress(OSError):
+        with suppress(OSError, HTTPException):
             get_metrics(port)
             return
         time.sleep(0.05)
