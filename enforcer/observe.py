@@ -318,27 +318,9 @@ class Observer:
             del self._births[path]
         return min(self._births.values(), default=float("inf")), due
 
-    def wrote(self, path: str, cpus: CPUSet | None, effective: CPUSet | None) -> None:
-        """What a write of our own left in a cgroup, as read back."""
-        if cpus is None:
-            return
-        group = Group(path, cpus, effective or EMPTY)
-        if path in self.view.slices:
-            self.view = self.view.with_slice(replace(self.view.slices[path], group=group))
-        elif (pod := self.view.find_pod(path)) is not None:
-            self.view = self.view.with_pod(replace(pod, group=group))
-        elif (container := self.view.find_container(path)) is not None:
-            self.view = self.view.with_container(replace(container, group=group))
-        else:
-            self._wrote_nested(group)
-
-    def _wrote_nested(self, group: Group) -> None:
-        above = parent_of(group.path)
-        while above != "/" and (container := self.view.find_container(above)) is None:
-            above = parent_of(above)
-        if above != "/" and container is not None:
-            nested = tuple(group if one.path == group.path else one for one in container.nested)
-            self.view = self.view.with_container(replace(container, nested=nested))
+    def wrote(self, *writes: tuple[str, CPUSet | None, CPUSet | None]) -> None:
+        """What writes of our own left in cgroups, as read back: (path, cpus, effective)."""
+        self.view = self.view.with_groups(Group(path, cpus, e or EMPTY) for path, cpus, e in writes if cpus is not None)
 
     def _directory(self, path: str, child: str, event: Event) -> Dirty:
         if self._holds_pods(path):

@@ -90,8 +90,13 @@ class Reconciler:
             made = plan(self.observer.view, self._current(), self.policy, self._clock(), pods)
         self._accept(made, pods)
         self._save_first(made)
-        for outcome in self.applier.apply(self._without_waiting(made), self._retries.__contains__):
-            self._record(outcome)
+        # Whatever only tells of it comes after the last write: a slow journal must not delay a pin.
+        done = [(o, self._clock()) for o in self.applier.apply(self._without_waiting(made), self._retries.__contains__)]
+        good = [o.result for o, _ in done if o.result is not None and self._took(o)]
+        self.observer.wrote(*((r.path, r.found, r.effective) for r in good))
+        for outcome, when in done:
+            self._record(outcome, when)
+        self._tell_all(made)
         self._end_tries(pods)
 
     def full(self) -> Iterator[None]:
@@ -129,9 +134,12 @@ class Reconciler:
             yield from self.observer.scan()
             return False
         self._accept(made, None)
+        self._tell_all(made)
         self._save_first(made)
         for outcome in self.applier.apply(self._without_waiting(made), self._retries.__contains__):
-            self._record(outcome)
+            if outcome.result is not None and self._took(outcome):
+                self.observer.wrote((outcome.result.path, outcome.result.found, outcome.result.effective))
+            self._record(outcome, self._clock())
             if may_drop:
                 yield
                 if self._pass != mine:
@@ -143,7 +151,7 @@ class Reconciler:
         """Gives back all that is ours and forgets it."""
         self._pass += 1
         for outcome in self.applier.apply(plan_unpin(self.observer.view, self._current())):
-            self._record(outcome)
+            self._record(outcome, self._clock())
         self.state = State()
         self._fresh.clear()
         self._retries.clear()
@@ -231,11 +239,14 @@ class Reconciler:
             self.tally.add(self.tally.decisions, note.kind)
             if note.kind in _TIMED and not self.applier.dry:
                 self._decided[note.path] = "full" if pods is None else "event" if parent_of(note.path) in pods else ""
-            self._tell(note)
         if self.applier.dry and full:
             wanted = {w.path for w in made.writes}
             for path in self.would_write.keys() - wanted:
                 del self.would_write[path]
+
+    def _tell_all(self, made: Plan) -> None:
+        for note in made.notes:
+            self._tell(note)
 
     def _enable(self, made: Plan) -> bool:
         """True when cpuset was switched on somewhere: what is below has to be looked at again."""
@@ -244,7 +255,15 @@ class Reconciler:
             self._say_once(f"{_CONTROL}{step.path}", describe(step), warn=not step.ok)
         return any(step.ok for step in steps)
 
-    def _record(self, outcome: Outcome) -> None:
+    @staticmethod
+    def _took(outcome: Outcome) -> bool:
+        """The kernel has what was wanted."""
+        write, result = outcome.write, outcome.result
+        if result is None or result.gone or result.errno is not None:
+            return False
+        return write.cpus is None or result.found == write.cpus
+
+    def _record(self, outcome: Outcome, when: float) -> None:
         write, result = outcome.write, outcome.result
         if outcome.overtaken:
             self.tally.add(self.tally.writes, "overtaken")
@@ -258,12 +277,11 @@ class Reconciler:
         if result.gone:
             self.tally.add(self.tally.writes, "gone")
             self._retries.pop(write.path, None)
-        elif result.errno is None and (write.cpus is None or result.found == write.cpus):
+        elif self._took(outcome):
             self.tally.add(self.tally.writes, "ok")
             self._fresh[write.path] = outcome
             self._retries.pop(write.path, None)
-            self.observer.wrote(write.path, result.found, result.effective)
-            self._time(write)
+            self._time(write, when)
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("wrote %s: %s -> %s (%s)", label(write.path), write.found, write.cpus, write.why)
         else:
@@ -271,12 +289,12 @@ class Reconciler:
             self.tally.add(self.tally.write_errors, errorcode.get(result.errno or 0, "no effect"))
             self._failed(write, _printable(outcome.problem or describe(result)))
 
-    def _time(self, write: Write) -> None:
+    def _time(self, write: Write, when: float) -> None:
         """From limits seen to own set written; not for one that had to wait until CPUs came free."""
         trigger = self._decided.pop(write.path, "") if write.kind is Kind.OWNER else ""
         container = self.observer.view.find_container(write.path) if trigger else None
         if container is not None and container.limits_since > float("-inf"):
-            self.tally.pinned(trigger, self._clock() - container.limits_since)
+            self.tally.pinned(trigger, when - container.limits_since)
 
     def _failed(self, write: Write, text: str) -> None:
         before = self._retries.get(write.path)

@@ -25,6 +25,7 @@ class _Adoption:
     now: float
     assignments: dict[str, Assignment] = field(default_factory=dict)
     foreign: dict[str, CPUSet] = field(default_factory=dict)
+    written: dict[str, CPUSet] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     used: CPUSet = EMPTY
 
@@ -54,7 +55,7 @@ def adopt(view: NodeView, recorded: State, policy: Policy, now: float) -> tuple[
             p: u for p, u in recorded.unsatisfied.items() if view.find_container(p) and p not in work.foreign
         },
         foreign=work.foreign,
-        written=_still_there(view, recorded),
+        written={**_still_there(view, recorded), **work.written},
         before=recorded.before,
         shared=recorded.shared,
     )
@@ -96,6 +97,8 @@ def _adopt_seen(work: _Adoption, pod: PodView, container: ContainerView) -> None
     assignable = work.view.allowed_in(path) - work.policy.reserved
     if not cpus <= assignable or not cpus.isdisjoint(work.used) or _also_elsewhere(work.view, container, cpus):
         return
+    # Ours from now on, as if we had written it: else nobody would take it away when its owner lets go.
+    work.written[path] = cpus
     _take_over(work, Assignment(path, pod.group.path, cpus, asked, work.now, "found pinned at the start"))
 
 
@@ -123,7 +126,11 @@ def _find_foreign(work: _Adoption, container: ContainerView) -> None:
         return
     if path in work.recorded.foreign:
         work.foreign[path] = cpus
-    elif path not in work.recorded.written and not _looks_like_our_pool(work, path, cpus):
+    elif path in work.recorded.written:
+        return
+    elif _looks_like_our_pool(work, path, cpus):
+        work.written[path] = cpus
+    else:
         work.foreign[path] = cpus
         work.notes.append(Note("foreign", path, f"has CPUs {cpus} that are not ours; left alone"))
 

@@ -373,11 +373,19 @@ def _has_own_limit(container: ContainerView) -> bool:
 
 def _retry(draft: Draft) -> None:
     """CPUs have come free: those who wait get their turn, the longest waiting first."""
+    free = draft.free_for("")
     for waiting in sorted(draft.unsatisfied.values(), key=lambda u: u.since):
+        if waiting.asked - waiting.has > len(free) and waiting.pod not in draft.held:
+            # Looked at one by one, hundreds that wait would cost the hot path milliseconds.
+            draft.unsatisfied[waiting.path] = replace(waiting, free=len(free))
+            continue
         pod = draft.view.find_pod(waiting.pod)
         container = draft.view.find_container(waiting.path)
+        before = draft.assignments.get(waiting.path)
         if pod is not None and container is not None:
             _decide_container(draft, pod, container)
+        if draft.assignments.get(waiting.path) is not before:
+            free = draft.free_for("")
 
 
 def _why(container: ContainerView) -> str:

@@ -6,7 +6,7 @@ Paths are those below the hierarchy's mount point ("/kubepods/pod.../..."), the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -186,6 +186,19 @@ class NodeView:
             return self
         return self.with_pod(replace(pod, containers={**pod.containers, container.group.path: container}))
 
+    def with_groups(self, groups: Iterable[Group]) -> NodeView:
+        """The view with the cgroups of slices, pods, containers and those nested in them replaced; one copy for all."""
+        slices = dict(self.slices)
+        pods: dict[str, dict[str, PodView]] = {}
+        for group in groups:
+            if group.path in slices:
+                slices[group.path] = replace(slices[group.path], group=group)
+            else:
+                _put(slices, pods, group)
+        for path, mine in pods.items():
+            slices[path] = replace(slices[path], pods=mine)
+        return replace(self, slices=slices)
+
     def without_container(self, path: str) -> NodeView:
         """The view without a container."""
         pod = self.find_pod(parent_of(path))
@@ -202,3 +215,33 @@ def parent_of(path: str) -> str:
 def depth_of(path: str) -> int:
     """How many levels below the mount point."""
     return path.count("/")
+
+
+def _put(slices: Mapping[str, SliceView], pods: dict[str, dict[str, PodView]], group: Group) -> None:
+    """Puts a group into the pod that it is of or in; `pods` has the copies made so far (slice -> its pods)."""
+    pod_path = group.path
+    while pod_path != "/" and parent_of(pod_path) not in slices:
+        pod_path = parent_of(pod_path)
+    holder = parent_of(pod_path)
+    if pod_path == "/" or pod_path not in slices[holder].pods:
+        return
+    if holder not in pods:
+        pods[holder] = dict(slices[holder].pods)
+    pods[holder][pod_path] = _with_group(pods[holder][pod_path], group)
+
+
+def _with_group(pod: PodView, group: Group) -> PodView:
+    if group.path == pod.group.path:
+        return replace(pod, group=group)
+    path = group.path
+    while parent_of(path) != pod.group.path:
+        path = parent_of(path)
+    container = pod.containers.get(path)
+    if container is None:
+        return pod
+    if path == group.path:
+        changed = replace(container, group=group)
+    else:
+        nested = tuple(group if one.path == group.path else one for one in container.nested)
+        changed = replace(container, nested=nested)
+    return replace(pod, containers={**pod.containers, path: changed})

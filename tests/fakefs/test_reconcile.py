@@ -363,6 +363,22 @@ def test_lost_state_file_moves_no_owner(fake: FakeCgroup, agents: Made) -> None:
     assert guaranteed(again, 3, 2000) and again.runs_on(other) == "0,7"
 
 
+def test_owner_adopted_from_the_tree_alone_lets_go(fake: FakeCgroup, agents: Made) -> None:
+    """What an agent before us wrote is ours to take away, though the file that said so is lost."""
+    first = start(fake, agents)
+    owner = guaranteed(first, 1, 1000)
+    again = start(fake, agents)
+    assert again.runs_on(owner) == "1"
+    limits(fake, owner, 500)
+    again.pump()
+    again.later(3)
+    again.full()
+    assert again.runs_on(owner) == "0-7"
+    kept = start(fake, agents, state=from_document(to_document(again.state)))
+    assert kept.state.foreign == {}
+    assert kept.runs_on(owner) == "0-7"
+
+
 def test_audit_decides_and_writes_nothing(fake: FakeCgroup, agents: Made) -> None:
     agent = start(fake, agents, dry=True)
     fake.fs.log.clear()
